@@ -1,8 +1,8 @@
 """What tests expect, kept away from the process in which they run beside the code under test.
 
-    taken = expectations.taken_out("def test_total():\\n    assert total([3, 4]) == 7")
-    taken.source                                      # "def test_total():\\n    __told__(0, total([3, 4]))"
-    taken.wrong("test_total", [(0, None, 8)])         # {0}, set(): what `__told__` has said is not expected
+    taken = expectations.taken_out("def test_total(): assert total([3, 4]) == 7")
+    print(taken.source)                               # def test_total(): __told__(10025, total([3, 4]))
+    taken.wrong("test_total", [(10025, None, 8)])     # ({10025}, set()): 8 was reported, and 7 is expected
 
 A comparison with a value that is written down becomes a report of its other side, and is made here, where no
 code under test is. That code may report what it likes: it does not know what is expected, nor how it is
@@ -44,7 +44,8 @@ CHECKING = re.compile("assert|check|expect|verify|^fail$|rais|warn|skip", re.IGN
 ENDING = {"skip", "xfail", "skipTest", "importorskip", "exit", "_exit"}
 MAKERS = {  # what may be called in a value that is written down
     "set": set, "frozenset": frozenset, "dict": dict, "list": list, "tuple": tuple, "float": float,
-    "bytes": bytes, "complex": complex, "Decimal": decimal.Decimal, "Fraction": fractions.Fraction,
+    "bytes": lambda value: bytes([*value]), "complex": complex, "Decimal": decimal.Decimal,
+    "Fraction": fractions.Fraction,
     "date": datetime.date, "datetime": datetime.datetime, "time": datetime.time,
     "timedelta": datetime.timedelta}
 MOST_TEXT = 20_000  # characters of a value that is written down
@@ -525,8 +526,7 @@ def written(node) -> tuple | None:
 def evaluated(node):
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         sides = evaluated(node.left), evaluated(node.right)
-        sizes = [len(side) if isinstance(side, str | bytes | list | tuple) else abs(side) for side in sides]
-        if max(sizes) > (100 if isinstance(node.op, ast.Pow) else 10**6):
+        if is_large(node.op, *sides):
             raise ValueError("too large")
         return ARITHMETIC[type(node.op)](*sides)
     if isinstance(node, ast.Call):
@@ -546,6 +546,15 @@ def evaluated(node):
     if isinstance(node, ast.Dict):
         return {evaluated(key): evaluated(value) for key, value in zip(node.keys, node.values, strict=True)}
     return ast.literal_eval(node)
+
+
+def is_large(operation, left, right) -> bool:
+    """Whether what would come of it takes more memory than a value that is written down."""
+    if isinstance(operation, ast.Pow):
+        return max(abs(left), abs(right)) > 100
+    lengths = [len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)]
+    counted = isinstance(operation, ast.Mult) and (hasattr(left, "__len__") or hasattr(right, "__len__"))
+    return counted and lengths[0] * lengths[1] > MOST_TEXT
 
 
 def bindings(node):
