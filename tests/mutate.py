@@ -3,6 +3,7 @@
 import ast
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import functools
@@ -14,6 +15,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,7 +161,14 @@ def pytest_in(folder, arguments, plugin):
     return pytest.main([*flags, *arguments], plugins=[plugin])
 
 
+def end_with_parent():
+    """Whoever kills the program kills tests that hang, too (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def run_tests(folder, arguments, told, plugin):
+    end_with_parent()
     code = pytest_in(folder, arguments, plugin)
     told.send(None if code in (0, 1, 5) else f"pytest ends with {code!r}")
     os._exit(0)
@@ -327,6 +336,7 @@ def import_libraries(folder):
 
 def work(waiting, results, end):
     """A process that tries mutants, in a copy of the tree."""
+    end_with_parent()
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(folder)
         import_libraries(folder)
