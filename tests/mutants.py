@@ -62,7 +62,8 @@ TESTS = {
     "envs/code/expectations.py": ("expectations", ""),
     "envs/code/executor.py": ("sandbox", "executor"),
     "envs/code/": ("swe env_properties", "test_swe or swe"),
-    "envs/pixels/": ("pixel_goal goal_template gymnasium_vec game_boy a2c_distributed", ""),
+    "envs/pixels/": ("pixel_goal goal_template gymnasium_vec game_boy atari a2c_distributed", ""),
+    "tools/check_rows.py": ("check_rows", ""),
     "tools/compare_runs.py": ("tools golden", "compare or golden or runs"),
     "tools/convert_sft.py": ("convert_sft", ""),
     "tools/diagnose.py": ("diagnose", ""),
@@ -220,6 +221,9 @@ MUTANTS = {
             "num_idle = 0 if num_trainable", "num_idle = num_idle if num_trainable"),
         "cut by the context is no clip": (
             '(ends["length"] + ends["context"]) / num_played', 'ends["length"] / num_played'),
+        "what the environment truncated is not scored": (
+            'if r.termination in ("done", "truncated")]', 'if r.termination == "done"]'),
+        "the first step is scored": ("r.steps[-1] = step", "r.steps[0] = step"),
     },
     "ppo_llm.py": {
         "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
@@ -274,6 +278,9 @@ MUTANTS = {
         "warm-up while the critic is alone": (
             "learning_rate(args.learning_rate, iteration + 1, alone + 1, args)",
             "learning_rate(args.learning_rate, iteration + 1, 1, args)"),
+        "a shared critic's head starts anew": (
+            'state.pop("critic"), options=FULL)',
+            'state.pop("critic") if args.critic == "own" else critic.state_dict(), options=FULL)'),
     },
     "sft.py": {
         "the shift by one": ('batch["response_mask"][:, 1:]', 'batch["response_mask"][:, :-1]'),
@@ -347,6 +354,8 @@ MUTANTS = {
             "        self.times = dict.fromkeys(TIMES, 0.0)\n",
             '        self.times = getattr(self, "times", dict.fromkeys(TIMES, 0.0))\n'),
         "evaluations of every seed are alike": ('env.reset(args.seed, "eval")', 'env.reset(1, "eval")'),
+        "traces cross lost lives": (
+            'batch["terminated"] | batch["truncated"], args.gamma', 'batch["reset_mask"], args.gamma'),
     },
     "envs/__init__.py": {
         "what is thought counts": ("        if opening in reply:\n", "        if False:\n"),
@@ -423,6 +432,8 @@ MUTANTS = {
         "some tasks never come": ("max(math.ceil(n / self", "min(math.ceil(n / self"),
         "waits for nothing": ("any(env.blocking for", "all(env.blocking for"),
         "groups are not scored": ("return env.score_group(task, conversations, steps)", "return steps"),
+        "what a derived kind holds out is trained on": (
+            "kinds(other) & kinds(env)", "kinds(other) == kinds(env)"),
     },
     "envs/answers/__init__.py": {
         "the first tag": ("zip(tags[-2::-1], tags[:0:-1]", "zip(tags[:-1], tags[1:]"),
@@ -432,6 +443,8 @@ MUTANTS = {
         "no mark within a mark": ("if (inner := boxed(found)) is not None:", "if False:"),
         "4 apples are in 14 apples": (r'before = r"(?<!\w)(?<!\d[.,])(?<![.\-+/^\u2212])"', 'before = ""'),
         "several answers: the first": ('answer in data["answers"])', 'answer in data["answers"][:1])'),
+        "mathematics: the beginning": ("text[-MOST_MATH:]", "text[:MOST_MATH]"),
+        "mathematics of any length": ("if len(found) <= MOST_MATH else None", ""),
     },
     "envs/answers/plain_text.py": {
         "letters as they are composed": ("text = composed(text).strip()", "text = text.strip()"),
@@ -625,6 +638,9 @@ MUTANTS = {
         "training and evaluation are alike": ("*use.encode(), *numbers", "*numbers"),
         "an episode's return goes on": ('self.so_far.masked_fill_(info["reset_mask"], 0)', "pass"),
         "returns are of clipped rewards": ('info.get("score", rewards)', "rewards"),
+        "every process goes on with the first rows": (
+            "state_of_rows(state, range(self.others[0], self.others[0] + self.num_envs))",
+            "state_of_rows(state, range(self.num_envs))"),
     },
     "envs/pixels/goals.py": {
         "farther is better": ("(previous_dist - dist)", "(dist - previous_dist)"),
@@ -639,6 +655,15 @@ MUTANTS = {
         "a last observation may be anything": (
             "                self._check_observation(obs)\n                final", "                final"),
         "ends and limits exchanged": ("terminated.append(ended)", "terminated.append(cut)"),
+    },
+    "envs/pixels/atari.py": {
+        "the score is clipped": ("reward = score.clamp(-1, 1)", "reward = score.clamp_(-1, 1)"),
+        "a lost life ends the game": (
+            '{"reset_mask": terminated | truncated, ', '{"reset_mask": terminated | truncated | lost, '),
+        "the next game's picture": ("final = obs[ended]", "final = obs[ended] * 0"),
+        "the same game again": ("self._seeds[row] = derive_seed(", "_ = derive_seed("),
+        "all rows are replayed from the start": (
+            "actions[len(actions) - lengths[row]:, row]", "actions[:lengths[row], row]"),
     },
     "tools/validate_train_log.py": {
         "counters may go back": ("            if value < before:", "            if False:"),
@@ -662,6 +687,12 @@ MUTANTS = {
         "flags of the first run alone": (
             'for name in dict.fromkeys(name for meta in metas for name in meta["args"])',
             'for name in metas[0]["args"]'),
+    },
+    "tools/check_rows.py": {
+        "the last file alone": ("fine &= all_fine", "fine = all_fine"),
+    },
+    "tools/view_episodes.py": {
+        "tokens of the last segment": ('segments[turn["segment"]], slice', "segments[-1], slice"),
     },
     "tools/diagnose.py": {
         "a dip is a symptom": ("len(once) > LASTING and min(once[-LASTING:]) > once[0]", "len(once) > 1"),
@@ -692,6 +723,7 @@ MUTANTS = {
         "rewards below 0 cannot fall": (
             'floor = min(run.values("critic/score/min") or rewards)', "floor = 0.0"),
         "a slow run hangs": ("max(SILENT, TIMES_LONGER *", "min(SILENT, TIMES_LONGER *"),
+        "one idle iteration is the end": ("all(same[-IDLE:])", "any(same[-IDLE:])"),
     },
     "tools/runs.py": {
         "a line that is half written": ('if not line.endswith(b"\\n"):', "if False:"),

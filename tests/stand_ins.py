@@ -14,6 +14,8 @@ import sys
 import threading
 import types
 
+import gymnasium
+import numpy as np
 import pydantic
 import tornado.httpserver
 import tornado.netutil
@@ -222,6 +224,58 @@ def install(monkeypatch):
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
+
+
+# ---- ale-py: games of three lives, whose pictures are of one shade each
+
+
+class AtariVectorEnv:
+    """A shade a step, by chance and the action: it earns -2 to 6, and one in five costs a life."""
+
+    def __init__(self, game, num_envs, *, frameskip, img_height, img_width, stack_num,
+                 max_num_frames_per_episode, **options):
+        self.game, self.most = game, max_num_frames_per_episode // frameskip
+        self.single_observation_space = types.SimpleNamespace(shape=(stack_num, img_height, img_width))
+        actions = [types.SimpleNamespace(name=name) for name in ("NOOP", "FIRE", "UP", "DOWN")]
+        self.ale = types.SimpleNamespace(get_action_set=lambda: actions)
+        self.shades = np.zeros((num_envs, *self.single_observation_space.shape), np.uint8)
+        self.lives, self.steps = np.zeros((2, num_envs), np.int32)
+        self.generators = [None] * num_envs
+
+    def show(self, row, action):
+        self.shades[row, :-1] = self.shades[row, 1:]
+        self.shades[row, -1] = (self.generators[row].randrange(256) + 37 * action) % 256
+
+    def reset(self, seed, options):
+        for row, number in zip(np.flatnonzero(options["reset_mask"]), seed, strict=True):
+            if number >= 0:
+                self.generators[row] = random.Random(f"{self.game} {number}")
+            self.lives[row], self.steps[row], self.shades[row] = 3, 0, 0
+            self.show(row, 0)
+        return self.shades.copy(), dict(lives=self.lives.copy())
+
+    def step(self, actions):
+        for row, action in enumerate(actions):
+            self.show(row, int(action))
+        newest = self.shades[:, -1, 0, 0].astype(int)
+        self.lives -= newest % 5 == 0
+        self.steps += 1
+        truncated = (self.steps >= self.most) & (self.lives > 0)
+        return (self.shades.copy(), newest % 9 - 2.0, self.lives == 0, truncated,
+                dict(lives=self.lives.copy()))
+
+
+def install_atari(monkeypatch):
+    """ALE/Dice-v5 and ALE/Cards-v5."""
+    ale_py, vector_env = types.ModuleType("ale_py"), types.ModuleType("ale_py.vector_env")
+    ale_py.__version__, vector_env.AtariVectorEnv = "0", AtariVectorEnv
+    monkeypatch.setitem(sys.modules, "ale_py", ale_py)
+    monkeypatch.setitem(sys.modules, "ale_py.vector_env", vector_env)
+    for name in ("Dice", "Cards"):
+        spec = gymnasium.envs.registration.EnvSpec(f"ALE/{name}-v5", kwargs=dict(game=name.lower()))
+        monkeypatch.setitem(gymnasium.registry, spec.id, spec)
+    monkeypatch.setitem(sys.modules, "envs.pixels.atari", None)
+    del sys.modules["envs.pixels.atari"]  # it is imported anew, and put back at the end
 
 
 # ---- OpenEnv: a sum in up to several replies

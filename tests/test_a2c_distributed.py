@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import a2c_vecenv as a2c
-from envs.pixels import RecordEpisodeStatistics, join_states, make_vec, row_seeds, state_of_rows
+from envs.pixels import RecordEpisodeStatistics, join_states, make_vec
 from envs.pixels.game_boy import Config, goal_meta, record_frames
 from envs.pixels.goals import save_goal
 from tests.run_folders import (
@@ -60,16 +60,17 @@ def test_rows_of_a_split_are_those_of_the_whole(kind, request):
     def play(sizes, state=None, first=0, last=steps):
         """The steps first to last, in environments of so many rows. -> what came out, the state at the end"""
         ends = [sum(sizes[:part + 1]) for part in range(len(sizes))]
-        parts = [(range(end - size, end), make_vec(env_id, size, **options))
+        parts = [(range(end - size, end), RecordEpisodeStatistics(make_vec(env_id, size, **options),
+                                                                  others=(end - size, 7 - end)))
                  for size, end in zip(sizes, ends, strict=True)]
-        seen = [[env.reset(row_seeds(11, rows)).clone() if state is None
-                 else env.load_state_dict(state_of_rows(state, rows)).clone() for rows, env in parts]]
+        seen = [[(env.reset(11) if state is None else env.load_state_dict(state)).clone()
+                 for _, env in parts]]
         for step in range(first, last):
             results = [env.step(actions[step, rows.start:rows.stop] % env.num_actions) for rows, env in parts]
             for values in zip(*(result[:4] for result in results), strict=True):
                 seen.append([value.clone() for value in values])
             infos = [result[4] for result in results]
-            for name in ("reset_mask", "final_obs", *(["dist"] if "dist" in infos[0] else [])):
+            for name in ("reset_mask", "final_obs", "dist", "episode_return", "episode_length"):
                 seen.append([info[name].clone() for info in infos])
         states = [env.state_dict() for _, env in parts]
         for _, env in parts:
@@ -77,7 +78,7 @@ def test_rows_of_a_split_are_those_of_the_whole(kind, request):
         return [torch.cat(values) for values in seen], join_states(states)
 
     whole, end = play([7])
-    resets = sum(int(mask.sum()) for mask in whole[5::7 if kind not in ("CartPole", "Acrobot") else 6])
+    resets = sum(int(mask.sum()) for mask in whole[5::9])
     assert resets >= 20  # the test has seen what it is about
     rounding = 1e-5 if kind == "CartPole" else 0.0  # it computes several rows in one instruction
     begun, middle = play([2, 2, 3], last=steps // 2)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import a2c_vecenv as a2c
 from envs.pixels import RecordEpisodeStatistics, VecEnv, make_vec, row_seeds
 from tests.run_folders import records
+from tests.stand_ins import install_atari
 
 torch.set_num_threads(1)
 
@@ -230,14 +231,22 @@ def test_rollouts_of_one_update_are_averaged(tmp_path):
     assert watch.records[-1]["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("gamma, lam", [(0.9, 0.8), (0.7, 0.0)])
-def test_advantages_are_those_of_gae_and_normalised_while_returns_are_not(gamma, lam, tmp_path):
-    flags = ENDS | dict(iterations=1, num_steps=12, gamma=gamma, gae_lambda=lam)
+# A lost life is terminated, though the episode goes on.
+LIVES = dict(env_id="ALE/Dice-v5", num_envs=3, env_kwargs=("screen_size=20", "max_episode_frames=28"))
+
+
+@pytest.mark.parametrize("ends, gamma, lam", [(ENDS, 0.9, 0.8), (ENDS, 0.7, 0.0), (LIVES, 0.9, 0.8)])
+def test_advantages_are_those_of_gae_and_normalised_while_returns_are_not(ends, gamma, lam, tmp_path,
+                                                                          monkeypatch):
+    install_atari(monkeypatch)
+    flags = ends | dict(iterations=1, num_steps=12, gamma=gamma, gae_lambda=lam)
     plain, normal = (Watch(tmp_path / str(on), normalize_advantages=on, **flags) for on in (False, True))
     (advantages, returns, *_), (normalised, same, *_) = plain.losses[0], normal.losses[0]
-    batch, names = plain.batches[0], ("rewards", "values", "next_values", "terminated", "reset_mask")
+    batch, names = plain.batches[0], ("rewards", "values", "next_values", "terminated")
     assert batch["terminated"].any() and (batch["truncated"] & ~batch["terminated"]).any()
-    expected = gae_by_sums(*(batch[name] for name in names), gamma, lam)
+    assert (batch["terminated"] & ~batch["reset_mask"]).any() == (ends is LIVES)
+    expected = gae_by_sums(*(batch[name] for name in names), batch["terminated"] | batch["truncated"],
+                           gamma, lam)
     torch.testing.assert_close(advantages, expected.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(returns, advantages + batch["values"])
     torch.testing.assert_close(same, returns)

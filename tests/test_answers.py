@@ -326,6 +326,16 @@ def mathematics(tmp_path):
     return envs.make("rows", data=write(tmp_path / "math.jsonl", rows), prompt="question", check="math")
 
 
+def test_of_a_long_reply_its_end_or_its_mark_is_read_as_mathematics():
+    """sympy may take long for a long text."""
+    read, tries, end = CHECKS["math"].marked, "Is it $3$? No. " * 500, "So it is $\\frac{1}{2}$."
+    assert read(end, "auto") == end and read(end, "boxed") is None and read(" \n", "auto") is None
+    found = read(f"{tries}{end}", "auto")
+    assert found.endswith(end) and len(end) < len(found) <= answers.MOST_MATH
+    assert read(f"\\boxed{{7}} {tries}", "auto") == "\\boxed{7}"
+    assert read(f"\\boxed{{{tries}}} {end}", "auto") is None
+
+
 @pytest.mark.slow
 def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics):
     assert mathematics.blocking

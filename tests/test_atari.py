@@ -14,6 +14,7 @@ import a2c_vecenv as a2c
 from envs import BadInput
 from envs.pixels import RecordEpisodeStatistics, make_vec, row_seeds
 from tests.run_folders import killed_after, log_lines, package, records, same_end, train
+from tests.stand_ins import install_atari
 from tools import dump_policy_gif
 from tools.validate_train_log import validate
 
@@ -104,15 +105,23 @@ def test_a_game_is_that_of_gymnasiums_wrappers(ale, monkeypatch, game, noop_max,
     assert same and all(apart[noops] <= 1 for noops in same), apart
 
 
-@pytest.mark.slow
-def test_a_lost_life_ends_the_return_and_not_the_game_or_its_score(ale):
-    envs = [RecordEpisodeStatistics(make_vec("ALE/SpaceInvaders-v5", 3, **options)) for options in (
+@pytest.fixture
+def dice(monkeypatch):
+    install_atari(monkeypatch)
+
+
+@pytest.mark.parametrize("game, number", [
+    pytest.param("SpaceInvaders", 900, marks=pytest.mark.slow), ("Dice", 150)])
+def test_a_lost_life_ends_the_return_and_not_the_game_or_its_score(game, number, request):
+    request.getfixturevalue("dice" if game == "Dice" else "ale")
+    envs = [RecordEpisodeStatistics(make_vec(f"ALE/{game}-v5", 3, **options)) for options in (
         {}, dict(episodic_life="false", clip_rewards="false"))]
     for env in envs:
         env.reset(1)
-    steps, whole = (played(env, 900, 2) for env in envs)
-    assert equal(steps, whole, "obs", "final_obs", "score", "reset_mask", "episode_return", "episode_length")
-    lives = torch.zeros(3)
+    steps, whole = (played(env, number, 2) for env in envs)
+    for name in ("obs", "final_obs", "score", "reset_mask", "episode_return", "episode_length"):
+        assert equal(steps, whole, name), f"{name} is another where lives end returns and rewards are clipped"
+    lives, before = torch.zeros(3), torch.zeros_like(steps[0]["obs"])
     for step, game in zip(steps, whole, strict=True):
         assert torch.equal(game["reward"], game["score"])
         assert torch.equal(step["reward"], game["score"].clamp(-1, 1))
@@ -120,6 +129,8 @@ def test_a_lost_life_ends_the_return_and_not_the_game_or_its_score(ale):
         lives += step["terminated"]
         assert (lives[game["reset_mask"]] == 3).all()  # as many as this game gives
         lives[game["reset_mask"]] = 0
+        assert torch.equal(step["final_obs"][:, :-1], before[step["reset_mask"]][:, 1:]), "of another game"
+        before = step["obs"]
     scores = torch.stack([step["episode_return"] for step in steps])
     assert (scores > 20).sum() >= 4 and sum(float(step["score"].sum()) for step in steps) >= scores.sum()
 
@@ -153,28 +164,34 @@ def make_env_at(seed):
     return env
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(replay_steps=150), dict(repeat_action_probability=0.25)])
-def test_a_saved_game_goes_on_bit_for_bit_in_an_environment_of_another_past(ale, options, tmp_path):
-    env, other = (RecordEpisodeStatistics(make_vec("ALE/Breakout-v5", 3, **options)) for _ in range(2))
+@pytest.mark.parametrize("game, another, options, number", [
+    pytest.param("Breakout", "Pong", dict(replay_steps=150), 600, marks=pytest.mark.slow),
+    pytest.param("Breakout", "Pong", dict(repeat_action_probability=0.25), 600, marks=pytest.mark.slow),
+    ("Dice", "Cards", dict(replay_steps=40, screen_size=2), 120)])
+def test_a_saved_game_goes_on_bit_for_bit_in_an_environment_of_another_past(game, another, options, number,
+                                                                            request, tmp_path):
+    request.getfixturevalue("dice" if game == "Dice" else "ale")
+    env, other = (RecordEpisodeStatistics(make_vec(f"ALE/{game}-v5", 3, **options)) for _ in range(2))
     env.reset(1)
     other.reset(99)
     played(other, 30, 1)
-    obs = played(env, 600, 2)[-1]["obs"]
+    obs = played(env, number, 2)[-1]["obs"]
     torch.save(env.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     if "replay_steps" in options:  # a game more than these at most
-        assert max(map(len, state["played"])) < 600 and len(set(map(len, state["played"]))) > 1
-    steps = played(env, 400, 3)
+        assert max(map(len, state["played"])) < number and len(set(map(len, state["played"]))) > 1
+        assert not {*state["seeds"]} & {*row_seeds(1, range(3))}, "the first games come again"
+    steps = played(env, number * 2 // 3, 3)
     assert sum(int(step["reset_mask"].sum()) for step in steps) >= 4
     assert torch.equal(other.load_state_dict(state), obs)
-    assert equal(steps, played(other, 400, 3))
+    again = played(other, len(steps), 3)
+    assert all(equal(steps, again, name) for name in steps[0]), "a game that was saved goes on otherwise"
 
-    assert make_vec("ALE/Breakout-v5", 2, replay_steps=0).state_dict() is None
+    assert make_vec(f"ALE/{game}-v5", 2, **options | dict(replay_steps=0)).state_dict() is None
     with pytest.raises(BadInput, match="3 rows|2 rows"):
-        make_vec("ALE/Breakout-v5", 2).load_state_dict(state)
+        make_vec(f"ALE/{game}-v5", 2, **options).load_state_dict(state)
     with pytest.raises(BadInput, match="other pictures"):
-        make_vec("ALE/Pong-v5", 3).load_state_dict(state)
+        make_vec(f"ALE/{another}-v5", 3, **options).load_state_dict(state)
 
 
 # Bad input

@@ -47,9 +47,11 @@ def test_a_file_that_is_not_all_well_has_status_1(tmp_path, capsys):
     rows[1990], rows[1991] = rows[1991], rows[1990]  # which the sample, each second row, does not see
     options[0] = f"data={write(tmp_path / 'c.jsonl', rows)}"
     assert run(capsys, *options)[0] == 0 and run(capsys, *options, "--all")[0] == 1
-    train = write(tmp_path / "train.jsonl", sums(9))
-    assert run(capsys, f"data={train}", f"test={write(tmp_path / 't.csv', sums(3))}", "prompt=question",
-               "check=number")[0] == 0  # rows that are held out too are no fault
+    train, test = write(tmp_path / "train.jsonl", sums(9)), write(tmp_path / "t.csv", sums(3))
+    damaged = write(tmp_path / "d.jsonl", [*sums(3), dict(question="q", answer=None)])
+    for files, expected in (((train, test), 0), ((data, test), 1), ((train, damaged), 1)):
+        assert run(capsys, f"data={files[0]}", f"test={files[1]}", "prompt=question",
+                   "check=number")[0] == expected, files  # rows that are held out too are no fault
 
 
 def test_what_is_hostile_or_long_is_escaped_and_cut(tmp_path, capsys):

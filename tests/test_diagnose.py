@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -254,6 +255,19 @@ def test_rewards_that_differ_later_do_not_stay(tmp_path, capsys):
             line |= {"critic/score/max": 1.0, "rollout/groups_trainable": 20}
 
     assert look(altered(tmp_path, differs, "always_0"), capsys) == (0, {})
+
+
+def test_rewards_stay_where_three_iterations_in_a_row_are_idle(tmp_path, capsys):
+    """The last three; or the first three, and nine in ten of all."""
+    lines = [json.loads(line) for line in (DATA / "always_0" / "train_log.jsonl").read_text().splitlines()]
+    idle = [line for line in lines if "train/reward" in line]
+    learns = [line | {"rollout/groups_trainable": 9, "critic/score/max": 1.0} for line in idle]
+    for three in itertools.product((True, False), repeat=3):
+        some = [idle[k] if is_idle else learns[k] for k, is_idle in enumerate(three)]
+        for kept in ([*learns[:5], *some], [*some, *idle[3:] * 4, *learns[:1]]):
+            write_jsonl(tmp_path / "train_log.jsonl", [lines[0], *kept])
+            found = look(tmp_path, capsys)[1]
+            assert ("reward_stays" in found) == all(three), (three, len(kept))
 
 
 @pytest.mark.parametrize("record, says", [

@@ -101,6 +101,10 @@ class Box:
 
     def get_reward(self):
         return sum(letter in self.found for letter in self.answer) / len(self.answer)
+
+class NoTools:
+    def reset(self, **row):
+        pass
 '''
 
 
@@ -364,6 +368,13 @@ def three_files(folder):
                     "Rows.check": "exact", "Rows.system": "Think."}
 
 
+def rows_and_trl(folder):
+    """One built on the other, whose files have questions in common, too."""
+    return {"rows.data": f"{folder}/words.jsonl", "rows.check": "exact", "trl.check": "exact",
+            "trl.data": f"{folder}/more.jsonl", "trl.test": f"{folder}/held.jsonl",
+            "trl.file": f"{folder}/functions.py:NoTools"}
+
+
 sandboxed = pytest.mark.slow
 # name in envs.ENVS -> what it is called here -> Case. Names of one class are one environment.
 CASES = {
@@ -432,7 +443,8 @@ CASES = {
                 "listed": Case(given(splits="train,held", observation="text", solved_at=1.2, max_turns=4),
                                sum_on_a_server, tasks=30, sizes=(90, 40), solved=False)},
     "mixture": {"": Case(rows_and_countdown, of_its_part, name="rows,countdown", solved=False),
-                "files": Case(three_files, nearly, question_of, name="rows,envs/rows.py:Rows")},
+                "files": Case(three_files, nearly, question_of, name="rows,envs/rows.py:Rows"),
+                "kinds": Case(rows_and_trl, nearly, question_of, name="rows,trl")},
 }
 SANDBOXED = ("repl", "swe", "rows-math", "rows-python")  # where episodes need what is not on every machine
 CLASSES = {envs.ENVS[name] for name in CASES if name in envs.ENVS}

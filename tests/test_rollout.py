@@ -525,6 +525,32 @@ def test_an_end_or_a_limit_of_the_environments_own_counts_in_the_last_turn_too(v
     assert (r.termination, r.reward) == ("error", 0.0)
 
 
+class Together(World):
+    """Of each task's episodes some end by themselves, after one turn or two; their group earns more."""
+
+    def score_group(self, task, conversations, steps):
+        assert len(conversations) == len(steps) == 2, "one is done and one truncated"
+        assert {messages[0]["content"] for messages in conversations} == {task.messages[0]["content"]}
+        return [dataclasses.replace(step, reward=step.reward + 100 * int(task.id[1:]) + len(messages))
+                for messages, step in zip(conversations, steps, strict=True)]
+
+
+def test_the_episodes_that_ended_by_themselves_are_scored_with_those_of_their_task(visit):
+    def behave(episode, reply):
+        ends = {1: "done", 2: "truncated", 3: "turns"}.get(episode.attempt, "error")
+        if ends == "error":
+            return Step([], 0.5, True, False, {"error": 1.0})
+        if ends == "turns" or ends == "done" and len(episode.replies) == 1:
+            return go_on(0.25)
+        return Step([], 0.5, ends == "done", ends == "truncated", {})
+
+    rollouts = visit(Together(behave), 2, 4, max_turns=2)
+    for number in range(2):
+        earned = {r.termination: r.reward for r in rollouts[4 * number:4 * number + 4]}
+        done = 0.25 + 0.5 + 100 * number + 4  # messages: the task, two replies, what stood between
+        assert earned == dict(done=done, truncated=0.5 + 100 * number + 2, turns=0.5, error=0.0)
+
+
 def test_a_cut_first_reply_is_judged_by_its_environment_and_no_reply_by_nobody(visit):
     world = World(None)
     (cut,) = visit(world, say=lambda text: [65, 66])

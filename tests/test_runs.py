@@ -352,7 +352,8 @@ RESUMED = {
     "grpo-turns": (grpo_llm, dict(env="tests/two_turn.py:TwoTurn", dynamic_sampling=2, loss="gspo",
                                   max_context_tokens=40)),
     "ppo": (ppo_llm, RICH[ppo_llm]),
-    "ppo-shared": (ppo_llm, dict(critic="shared", lora_rank=2, learning_rate=1e-2)),
+    "ppo-shared": (ppo_llm, dict(critic="shared", lora_rank=2, learning_rate=1e-2, prompts_per_iteration=4,
+                                 eval_tasks=1, eval_samples=1, eval_every=4)),
     "ppo-turns": (ppo_llm, dict(env="tests/two_turn.py:TwoTurn", max_context_tokens=40, lora_rank=2,
                                 dtype="bfloat16", kl_coef=0.05, critic_epochs=1, target_kl=2e-3, epochs=3)),
     "ppo-none": (ppo_llm, dict(critic="none")),
@@ -375,7 +376,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(("grpo", "ppo", "sft-packing", "a2c"), RESUMED))
+@pytest.mark.parametrize("case", slow_but(("grpo", "ppo", "ppo-shared", "sft-packing", "a2c"), RESUMED))
 def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, tmp_path):
     script, flags = RESUMED[case]
     whole = finished(script, **flags)
@@ -396,7 +397,9 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     assert after["sps"] * seconds == pytest.approx(after["env_steps"] - state["env_steps"], rel=1e-3)
     named = [json.loads((one / "checkpoints" / "state.json").read_text()) for one in (whole, folder)]
     assert named[0] == named[1] and named[0]["last"] == LAST and ("best" in named[0]) is (script is sft)
-    if case == "sft-packing":  # or nothing is shown
+    if case == "ppo-shared":  # or nothing is shown
+        assert state["critic"]["head.weight"].any()
+    if case == "sft-packing":
         assert named[0]["best"] == "step_000002" and len(state["window"]) == 1
     first, last = (weights_of(whole / "checkpoints" / step) for step in (f"step_00000{at}", LAST))
     assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue

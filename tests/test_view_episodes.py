@@ -138,9 +138,11 @@ def test_tokens_are_kept_apart_with_those_of_sub_agents(tmp_path, capsys):
     sub = with_turns(episode("sub", replies=("x y", "z")), rng)
     made = with_turns(episode(), rng)
     write(tmp_path, "val_step_000001", made | dict(sub_agents=[sub]))
-    bare = dict(segment=1, start=1, end=3, reward=None)
+    of_second = dict(segment=1, start=1, end=3, reward=None)
+    of_first = dict(segment=0, start=0, end=1, reward=None)
     ppo = segment([5, 6, 7], [-0.5, None, -0.25], advantage=None, advantages=[1, None, -2.123456])
-    write(tmp_path, "val_step_000001", episode(number=1, turns=[bare], segments=[segment([], []), ppo]))
+    write(tmp_path, "val_step_000001", episode(number=1, replies=("a", "b", "c"), segments=[
+        segment([8, 9], [-1.5, -1.0]), ppo], turns=[of_first, of_second, of_first | dict(start=1, end=2)]))
 
     page, _, complaints = page_of(capsys, write_tokenizer(tmp_path))
     (first, second), tokens = unpacked(page, "episodes0"), unpacked(page, "tokens0")
@@ -149,9 +151,11 @@ def test_tokens_are_kept_apart_with_those_of_sub_agents(tmp_path, capsys):
     logprobs = [pytest.approx(logprob, abs=1e-5) for logprob in made["segments"][0]["rollout_logprobs"]]
     assert tokens[0][0] == [texts_of("1 + 2 = 3"), logprobs, 0.5]
     assert [texts for texts, *_ in tokens[0][1:]] == [texts_of("x y"), texts_of("z")]
-    assert tokens[1] == [[[byte_level().decode([each]) for each in (6, 7)], [None, -0.25], [None, -2.12346]]]
+    texts = [byte_level().decode([each]) for each in range(6, 10)]
+    assert tokens[1] == [[texts[2:3], [-1.5], 0.5], [texts[:2], [None, -0.25], [None, -2.12346]],
+                         [texts[3:], [-1.0], 0.5]]  # each from its own segment
     assert [row[10] for row in unpacked(page, "index")["rows"]] == [
-        sum(len(part[0]) for part in tokens[0]), 2]
+        sum(len(part[0]) for part in tokens[0]), 4]
 
 
 def metaspace():
