@@ -27,7 +27,7 @@ import grpo_llm
 import ppo_llm
 import sft
 from envs import BadInput
-from tests.run_folders import TINY, log_lines, records, slow_but, train, write_jsonl
+from tests.run_folders import TINY, asked_once, log_lines, records, slow_but, train, write_jsonl
 from tests.test_sft import write_model
 from tools import diagnose
 from tools.validate_train_log import validate
@@ -39,12 +39,19 @@ OF_PPO_SLOW = [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)]  # code 
 # Is the sampler the policy?
 
 
+@pytest.fixture(autouse=True)
+def shipped_once():
+    """The shipped model is read once, and copied where it is asked for."""
+    with asked_once(grpo_llm):
+        yield
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The shipped model after 20 updates at three times the default rate."""
     folder = tmp_path_factory.mktemp("trained")
     grpo_llm.main(grpo_llm.Args(
-        iterations=20, prompts_per_iteration=16, eval_tasks=1, eval_samples=1, eval_every=0,
+        iterations=20, prompts_per_iteration=8, eval_tasks=1, eval_samples=1, eval_every=0,
         checkpoint_every=20, warmup_iterations=0, learning_rate=1.5e-3, run_dir=str(folder),
         env_kwargs=("test_tasks=32",)))
     return grpo_llm.load_weights(str(folder / "checkpoints/step_000020"))
@@ -160,10 +167,10 @@ def drawn(positions, replies, noise, temperature=1.0, words=64, sharpest=6.0):
 
 
 # The size of rounding in logits: 0.05 is a mismatch/kl of .0025, as SmolLM2 has in bfloat16; 0.3 is .09.
-@pytest.mark.parametrize("noise", [0.001, 0.01, 0.05, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("noise", [0.001, 0.05, 0.3])
 def test_rounding_of_any_size_raises_no_alarm_however_few_or_many_the_tokens(noise):
     torch.manual_seed(0)
-    for positions, replies in [(1, 4), (2, 8), (20, 8), (60, 8), (400, 8)]:
+    for positions, replies in [(1, 4), (2, 8), (20, 8), (400, 8)]:
         for sharpest in (1.5, 6.0, 12.0):
             for _ in range(20):
                 grpo_llm.check_sampler(*drawn(positions, replies, noise, sharpest=sharpest),
@@ -290,10 +297,9 @@ APPLIED = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", APPLIED)
-def test_an_adapter_is_applied_as_it_was_trained_and_so_is_what_is_saved_of_it(name, tmp_path):
+def test_an_adapter_is_applied_as_it_was_trained_and_so_is_what_is_saved_of_it(name, tmp_path, countdown_tiny):
     trained = saved_adapter(tmp_path / "adapter", **APPLIED[name])
-    base = logits_of(grpo_llm.load_weights(str(TINY)))
-    assert (logits_of(trained) - base).abs().max() > 0.1
+    assert (logits_of(trained) - logits_of(countdown_tiny[0])).abs().max() > 0.1
     model = grpo_llm.add_lora(grpo_llm.load_weights(str(TINY)), grpo_llm.Args(
         lora_adapter_path=str(tmp_path / "adapter")))
     torch.testing.assert_close(logits_of(model), logits_of(trained))
@@ -354,7 +360,7 @@ def test_sampling_from_the_cache_of_other_architectures_is_sampling_from_the_pol
     """Convolutions beside attention; positions that are learned."""
     (tmp_path / "length.py").write_text("def length(r):\n    return len(r.reply)\n")
     train(grpo_llm, tmp_path / "run", model=write_model(tmp_path / "model", kind), iterations=1, dtype=dtype,
-          reward_fn=f"{tmp_path}/length.py:length")
+          eval_tasks=1, eval_samples=1, reward_fn=f"{tmp_path}/length.py:length")
     record = records(tmp_path / "run")[-1]
     assert record["opt_steps"] and record["mismatch/kl"] < grpo_llm.LIMITS[dtype][0]
 
