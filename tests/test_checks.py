@@ -297,7 +297,8 @@ APPLIED = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", APPLIED)
-def test_an_adapter_is_applied_as_it_was_trained_and_so_is_what_is_saved_of_it(name, tmp_path, countdown_tiny):
+def test_an_adapter_is_applied_as_it_was_trained_and_so_is_what_is_saved_of_it(
+        name, countdown_tiny, tmp_path):
     trained = saved_adapter(tmp_path / "adapter", **APPLIED[name])
     assert (logits_of(trained) - logits_of(countdown_tiny[0])).abs().max() > 0.1
     model = grpo_llm.add_lora(grpo_llm.load_weights(str(TINY)), grpo_llm.Args(

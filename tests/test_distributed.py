@@ -87,7 +87,8 @@ def quick(script, folder):
 def few(folder):
     """One iteration that may make three steps, of episodes for two: the first of two processes has none."""
     return (*quick("ppo_llm", folder), "--prompts-per-iteration", 3, "--minibatches", 3, "--iterations", 1,
-            "--eval-tasks", 1, "--eval-samples", 1, "--target-kl", 0, "--epochs", 1, "--run-dir", folder / "few")
+            "--eval-tasks", 1, "--eval-samples", 1, "--target-kl", 0, "--epochs", 1,
+            "--run-dir", folder / "few")
 
 
 def failing(folder):

@@ -1396,7 +1396,8 @@ def _(run):
 
 # sft.py: data
 
-EVERY = dict(steps=0, epochs=1.0, batch_size=1, learning_rate=1e-30, checkpoint_every=9)  # each row of an epoch is a step
+# Each row of an epoch is a step.
+EVERY = dict(steps=0, epochs=1.0, batch_size=1, learning_rate=1e-30, checkpoint_every=9)
 
 
 def taught(seen):
@@ -1556,6 +1557,7 @@ def _(run):
                         checkpoint_every=9)
         assert seen.last["iteration"] == seen.last["opt_steps"] == steps, epochs
         assert seen.last["train/epoch"] == pytest.approx(3 * steps / 8)
+        assert f"steps 0 to {steps}, {steps * 3 / 8:.3g} epochs of 8 rows" in seen.said
     seen = run.into(run.folder / "both", train_files=files, batch_size=3, steps=2, epochs=9.0)
     assert seen.last["iteration"] == 2
     with pytest.raises(BadInput, match="--steps 0"):
@@ -1564,12 +1566,12 @@ def _(run):
 
 @shows("schedule", "warmup_steps", "final_learning_rate", of=[sft])
 def _(run):
-    """Twenty steps of which four warm up, down to a fifth."""
-    warm = [0.25, 0.5, 0.75, 1.0]
-    cosine = [0.2 + 0.8 * (1 + math.cos(math.pi * n / 16)) / 2 for n in range(1, 17)]
-    for schedule, rest in (("constant", [1.0] * 16), ("cosine", cosine), ("wsd", [1.0] * 14 + [0.6, 0.2])):
-        seen = run(schedule=schedule, steps=20, warmup_steps=4, final_learning_rate=0.2, batch_size=1,
-                   checkpoint_every=20)
+    """Ten steps of which two warm up, down to a fifth."""
+    warm = [0.5, 1.0]
+    cosine = [0.2 + 0.8 * (1 + math.cos(math.pi * n / 8)) / 2 for n in range(1, 9)]
+    for schedule, rest in (("constant", [1.0] * 8), ("cosine", cosine), ("wsd", [1.0] * 7 + [0.2])):
+        seen = run(schedule=schedule, steps=10, warmup_steps=2, final_learning_rate=0.2, batch_size=1,
+                   checkpoint_every=10)
         rates = rates_of(seen, seen.steps, "train/learning_rate")
         assert rates == pytest.approx([1e-3 * rate for rate in warm + rest]), schedule
 

@@ -1082,8 +1082,9 @@ def long_games(tmp_path_factory):
     """A run of episodes with up to four turns and several segments, each of which is kept."""
     return train(ppo_llm, tmp_path_factory.mktemp("long_games"), env="tests/two_turn.py:FourTurn",
                  reward_fn=f"{__file__}:of_turns", max_context_tokens=45, kl_coef=0.2, kl_target=0.01,
-                 gae_lambda=0.9, eval_tasks=1, eval_samples=1, critic_epochs=1, critic_warmup=2, warmup_iterations=0, learning_rate=5e-3,
-                 log_episodes=1.0, eval_every=0, checkpoint_every=1, keep_checkpoints=0)
+                 gae_lambda=0.9, eval_tasks=1, eval_samples=1, critic_epochs=1, critic_warmup=2,
+                 warmup_iterations=0, learning_rate=5e-3, log_episodes=1.0, eval_every=0,
+                 checkpoint_every=1, keep_checkpoints=0)
 
 
 def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):

@@ -526,9 +526,9 @@ def test_no_pass_has_more_tokens_than_it_may_unless_one_row_has_and_each_segment
         assert sorted(seen) == sorted(map(id, segments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, flags", [
-    (ppo_llm, dict(critic_warmup=0)), pytest.param(grpo_llm, {}, marks=pytest.mark.slow),
-    pytest.param(ppo_llm, dict(critic="shared", lora_rank=2), marks=pytest.mark.slow)])
+    (ppo_llm, dict(critic_warmup=0)), (grpo_llm, {}), (ppo_llm, dict(critic="shared", lora_rank=2))])
 def test_gradient_checkpointing_computes_each_layer_again_and_changes_nothing(
         script, flags, tmp_path, monkeypatch):
     """Of the policy, and of the critic beside it; without a gradient nothing is computed again."""
