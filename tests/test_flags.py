@@ -435,16 +435,12 @@ def of_env(run):
     return OF_ENV | (dict(train_files=(), val_files=(), val_ratio=0.1) if run.script is sft else {})
 
 
-def sources(seen):
-    return {name.split("/")[1] for name in val(seen.last) if name.count("/") == 2}
-
-
 @shows("env", of=LLM)
 def _(run):
-    flags = of_env(run) if run.script is sft else dict(evaluates=True)
-    one, other = run(**flags), run(**flags, env=f"{__file__}:Talk")
-    assert (sources(one), sources(other)) == ({"countdown"}, {"talk"})
-    (meta,) = [line["meta"] for line in log_lines(other.folder) if "meta" in line]
+    """The checks of evaluations have those of countdown."""
+    seen = run(**of_env(run) if run.script is sft else dict(evaluates=True), env=f"{__file__}:Talk")
+    assert {name.split("/")[1] for name in val(seen.last) if name.count("/") == 2} == {"talk"}
+    (meta,) = [line["meta"] for line in log_lines(seen.folder) if "meta" in line]
     assert meta["env"].endswith("Talk")
 
 

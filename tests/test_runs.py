@@ -193,7 +193,7 @@ LESS = {a2c: dict(log_every=2), sft: dict(log_every=2), grpo_llm: {},
         ppo_llm: dict(critic_warmup=5, critic_epochs=1, critic_minibatches=1)}
 
 
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm, sft, a2c), ALL))
 def test_times_and_rates_are_of_what_was_done_since_the_record_before(script, five):
     folder, said = five(script, **LESS[script])
     found = records(folder)
@@ -218,7 +218,7 @@ def test_times_and_rates_are_of_what_was_done_since_the_record_before(script, fi
     assert "warning" not in said
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_a_share_of_the_episodes_is_written_and_the_summary_is_of_all(script, five):
     """Others in each iteration; of evaluations always the same, the first replies to ten tasks among them."""
     folder, _ = five(script, **LESS[script])
@@ -816,7 +816,7 @@ BAD = [
     ([grpo_llm], "--chat-template {d}/no.jinja", r"--chat-template \S*no\.jinja: expected model"),
     ([grpo_llm, sft], "--chat-template {d}/file", r"--chat-template \S*file: it writes the same for two"),
     ([ppo_llm, sft], "--chat-template {d}/deaf.jinja", r"--chat-template \S*deaf\.jinja: it writes the same"),
-    ([grpo_llm, sft], "--chat-template {d}/loops.jinja", r"loops\.jinja: it took more than 0\.2 s"),
+    ([grpo_llm], "--chat-template {d}/loops.jinja", r"loops\.jinja: it took more than 0\.2 s"),
     (LLM, "--model {d}/coded", r"--model \S*coded: it needs code of its own .*trust_remote_code=True"),
     ([grpo_llm, sft], "--model {d}/coded_tokens", r"--model \S*coded_tokens: it needs code of its own"),
     ([sft], "--run-dir {d}/dangling", r"--run-dir \S*dangling: expected a folder to write into, or a new"),
@@ -1082,7 +1082,7 @@ def long_games(tmp_path_factory):
     """A run of episodes with up to four turns and several segments, each of which is kept."""
     return train(ppo_llm, tmp_path_factory.mktemp("long_games"), env="tests/two_turn.py:FourTurn",
                  reward_fn=f"{__file__}:of_turns", max_context_tokens=45, kl_coef=0.2, kl_target=0.01,
-                 gae_lambda=0.9, eval_tasks=1, eval_samples=1, critic_epochs=1, critic_warmup=2,
+                 gae_lambda=0.9, eval_tasks=1, eval_samples=1, critic_epochs=1, critic_warmup=1, iterations=3,
                  warmup_iterations=0, learning_rate=5e-3, log_episodes=1.0, eval_every=0,
                  checkpoint_every=1, keep_checkpoints=0)
 
@@ -1141,11 +1141,11 @@ def test_the_critic_learns_alone_before_the_policy_moves(long_games):
     for record in log:
         folder = long_games / "checkpoints" / f"step_{record['iteration']:06d}"
         weights = load_file(folder / "model.safetensors")
-        alone = record["iteration"] <= 2
+        alone = record["iteration"] == 1
         assert all(torch.equal(weights[name], before[name]) for name in before) is alone
         assert alone is ("train/learning_rate" not in record) is ("train/grad_norm" not in record)
         assert record["train/entropy"] > 0.1 and record["critic/grad_norm"] > 0
-        assert record["opt_steps"] == 2 * record["iteration"] + 2 * max(record["iteration"] - 2, 0)
+        assert record["opt_steps"] == 2 * record["iteration"] + 2 * (record["iteration"] - 1)
         norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in weights.values()))
         assert record["train/weight_norm"] == pytest.approx(norm, rel=1e-6)
         learned = torch.load(folder / "trainer_state.pt")["critic"]

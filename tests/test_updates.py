@@ -5,6 +5,7 @@ computed here again, in float64, sequence by sequence, as the papers have it.
 """
 
 import collections
+import functools
 import itertools
 import math
 import statistics
@@ -59,6 +60,7 @@ def noisy_run(script, folder, monkeypatch, **flags):
     return train(script, folder, **RUN | flags)
 
 
+@functools.cache
 def base_model():
     return AutoModelForCausalLM.from_pretrained(TINY, attn_implementation="eager").double().eval()
 
@@ -309,9 +311,9 @@ GRPO = {
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, correction="none", aggregation="sequence"),
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, beta2=0.9,
-                 prompts_per_iteration=4, env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),
+                 prompts_per_iteration=3, env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),
     # Replies of one token: equal ones to one prompt, which count as often as they occur, and to several.
-    "short": dict(max_response_tokens=1, epochs=2, kl_coef=0.3, prompts_per_iteration=6, reward_fn=CHECKSUM,
+    "short": dict(max_response_tokens=1, epochs=2, kl_coef=0.3, prompts_per_iteration=4, reward_fn=CHECKSUM,
                   env_kwargs=("test_tasks=32", "max_number=4")),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
     "context": dict(TURNS, mask_truncated=True, max_context_tokens=26, loss="dppo", reward_fn=CHECKSUM),
