@@ -270,7 +270,7 @@ def train(script, folder, **flags):
 
 
 @contextlib.contextmanager
-def asked_once(script):
+def asked_once(script=None):
     """In a process the shipped model is read once, git is asked once, a template is tried once.
 
     That is a third of what a short run takes.

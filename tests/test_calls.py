@@ -202,14 +202,14 @@ def test_a_text_that_is_no_call_is_read_as_text_and_in_time_that_grows_with_its_
         found = read(text[:end], tokenizer)
         assert found in ([], [("weather", PLAIN)]) or form == "harmony" or end > len(text) - 60, text[:end]
     parts = [*re.findall(r"\W+|\w+", text), "\0", "\ud800", "<think>", "</think>", "{", "[", '"', "-", "\\"]
-    for _ in range(300):  # parts in any order
+    for _ in range(100):  # parts in any order
         read("".join(rng.choices(parts, k=rng.randint(1, 40))), tokenizer)
     for size in (1, 2, 5, 12, len(text)):  # a part again and again
         start = rng.randrange(len(text))
         began = time.process_time()
-        read((text[start:start + size] or "<")  * (100_000 // size), tokenizer)
-        read(text[:start] * (100_000 // (start + 1)), tokenizer)
-        assert time.process_time() - began < 1, (text[:start], size)
+        read((text[start:start + size] or "<") * (40_000 // size), tokenizer)
+        read(text[:start] * (40_000 // (start + 1)), tokenizer)
+        assert time.process_time() - began < 0.5, (text[:start], size)
     for opening in ("[", "{", '{"a":', "weather(a=", "-", "<parameter=a>"):  # deep, and never closed
         began = time.process_time()
         assert read(text[:20] + opening * 30_000, tokenizer) == []

@@ -27,7 +27,7 @@ import grpo_llm
 import ppo_llm
 import sft
 from envs import BadInput
-from tests.run_folders import TINY, log_lines, records, slow_but, train, write_jsonl
+from tests.run_folders import TINY, asked_once, log_lines, records, slow_but, train, write_jsonl
 from tests.test_sft import write_model
 from tools import diagnose
 from tools.validate_train_log import validate
@@ -39,12 +39,19 @@ OF_PPO_SLOW = [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)]  # code 
 # Is the sampler the policy?
 
 
+@pytest.fixture(autouse=True)
+def shipped_once():
+    """The shipped model is read once, and copied where it is asked for."""
+    with asked_once(grpo_llm):
+        yield
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The shipped model after 20 updates at three times the default rate."""
     folder = tmp_path_factory.mktemp("trained")
     grpo_llm.main(grpo_llm.Args(
-        iterations=20, prompts_per_iteration=16, eval_tasks=1, eval_samples=1, eval_every=0,
+        iterations=20, prompts_per_iteration=8, eval_tasks=1, eval_samples=1, eval_every=0,
         checkpoint_every=20, warmup_iterations=0, learning_rate=1.5e-3, run_dir=str(folder),
         env_kwargs=("test_tasks=32",)))
     return grpo_llm.load_weights(str(folder / "checkpoints/step_000020"))
@@ -87,7 +94,7 @@ def nucleus(logits, row, temperature, uniform, sample=grpo_llm.sample):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policys_own_samples_pass_and_the_numbers_are_those_of_the_library(countdown_tiny, dtype):
     model = copy.deepcopy(countdown_tiny[0])
-    trainer, sampler = segments_of(model, model, dtype)
+    trainer, sampler = segments_of(model, model, dtype, num_tasks=32)
     found = grpo_llm.check_sampler(trainer, sampler, grpo_llm.LIMITS[dtype])
     ratio = (trainer - sampler).exp()
     pairs = {*zip(map(float, trainer), map(float, sampler), strict=True)}
@@ -143,7 +150,7 @@ def test_a_sampler_that_is_not_the_policy_is_found_out(countdown_tiny, trained, 
                 return generate(*given)
 
         monkeypatch.setattr(grpo_llm, "generate", stale)
-    trainer, reported = segments_of(model, sampler)
+    trainer, reported = segments_of(model, sampler, num_tasks=8 if "mismatch/kl" in says else 64)
     with pytest.raises(grpo_llm.EngineError, match=f"the sampler is not the policy: .*{says}"):
         grpo_llm.check_sampler(trainer, reported, grpo_llm.LIMITS["bfloat16"])
 
@@ -160,10 +167,10 @@ def drawn(positions, replies, noise, temperature=1.0, words=64, sharpest=6.0):
 
 
 # The size of rounding in logits: 0.05 is a mismatch/kl of .0025, as SmolLM2 has in bfloat16; 0.3 is .09.
-@pytest.mark.parametrize("noise", [0.001, 0.01, 0.05, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("noise", [0.001, 0.05, 0.3])
 def test_rounding_of_any_size_raises_no_alarm_however_few_or_many_the_tokens(noise):
     torch.manual_seed(0)
-    for positions, replies in [(1, 4), (2, 8), (20, 8), (60, 8), (400, 8)]:
+    for positions, replies in [(1, 4), (2, 8), (20, 8), (400, 8)]:
         for sharpest in (1.5, 6.0, 12.0):
             for _ in range(20):
                 grpo_llm.check_sampler(*drawn(positions, replies, noise, sharpest=sharpest),
@@ -275,25 +282,24 @@ def logits_of(model):
 
 
 APPLIED = {
-    "layers": dict(layers_to_transform=[1]),
-    "excluded": dict(target_modules="all-linear", exclude_modules=["q_proj"]),
-    "ranks": dict(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}, use_rslora=True),
+    "layers": dict(layers_to_transform=[1], init_lora_weights="gaussian"),
+    "excluded": dict(target_modules="all-linear", exclude_modules=["q_proj"], init_lora_weights="eva"),
+    "ranks": dict(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}, use_rslora=True,
+                  init_lora_weights="orthogonal"),
     "dora": dict(use_dora=True), "bias": dict(bias="all"), "lora_bias": dict(lora_bias=True),
     "saved": dict(modules_to_save=["norm"]),
     "tied": dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     "tokens": dict(trainable_token_indices=[3, 4]),
     "parameters": dict(target_parameters=["mlp.down_proj.weight"]),
-    "pattern": dict(target_modules=r".*\.[01]\..*q_proj"), "gaussian": dict(init_lora_weights="gaussian"),
-    "orthogonal": dict(init_lora_weights="orthogonal"), "eva": dict(init_lora_weights="eva"),
-    "random": dict(init_lora_weights=False)}
+    "pattern": dict(target_modules=r".*\.[01]\..*q_proj", init_lora_weights=False)}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", APPLIED)
-def test_an_adapter_is_applied_as_it_was_trained_and_so_is_what_is_saved_of_it(name, tmp_path):
+def test_an_adapter_is_applied_as_it_was_trained_and_so_is_what_is_saved_of_it(
+        name, countdown_tiny, tmp_path):
     trained = saved_adapter(tmp_path / "adapter", **APPLIED[name])
-    base = logits_of(grpo_llm.load_weights(str(TINY)))
-    assert (logits_of(trained) - base).abs().max() > 0.1
+    assert (logits_of(trained) - logits_of(countdown_tiny[0])).abs().max() > 0.1
     model = grpo_llm.add_lora(grpo_llm.load_weights(str(TINY)), grpo_llm.Args(
         lora_adapter_path=str(tmp_path / "adapter")))
     torch.testing.assert_close(logits_of(model), logits_of(trained))
@@ -348,13 +354,12 @@ def test_a_model_whose_cache_is_not_of_keys_and_values_is_refused(tmp_path):
             train(script, tmp_path / script.__name__, model=str(tmp_path / "mamba"), iterations=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lfm2", "gpt2"])
+@pytest.mark.parametrize(("kind", "dtype"), [("lfm2", "bfloat16"), ("gpt2", "float32")])
 def test_sampling_from_the_cache_of_other_architectures_is_sampling_from_the_policy(kind, dtype, tmp_path):
     """Convolutions beside attention; positions that are learned."""
     (tmp_path / "length.py").write_text("def length(r):\n    return len(r.reply)\n")
     train(grpo_llm, tmp_path / "run", model=write_model(tmp_path / "model", kind), iterations=1, dtype=dtype,
-          reward_fn=f"{tmp_path}/length.py:length")
+          eval_tasks=1, eval_samples=1, reward_fn=f"{tmp_path}/length.py:length")
     record = records(tmp_path / "run")[-1]
     assert record["opt_steps"] and record["mismatch/kl"] < grpo_llm.LIMITS[dtype][0]
 
@@ -482,7 +487,8 @@ def test_three_iterations_in_a_row_that_teach_nothing_are_told_once(script, tmp_
     """Two before one that teaches are no three, and a fourth says no more than the third."""
     (tmp_path / "own.py").write_text(LEARNS_ONCE)
     train(script, tmp_path / "run", iterations=7, eval_every=0, eval_tasks=1, eval_samples=1,
-          prompts_per_iteration=2, group_size=2, reward_fn=f"{tmp_path}/own.py:score")
+          prompts_per_iteration=2, group_size=2, max_response_tokens=3, checkpoint_every=7,
+          reward_fn=f"{tmp_path}/own.py:score")
     told = re.findall(r"^(warning: three iterations|\d/7, )", capsys.readouterr().out, re.M)
     assert told == [*(f"{n}/7, " for n in range(6)), "warning: three iterations", "6/7, ", "7/7, "]
 

@@ -233,7 +233,8 @@ def texts():
         for path in sorted(ROOT.glob(pattern)):
             name = str(path.relative_to(ROOT))
             if path.suffix == ".py" and not re.match("envs/code/(repl_scenarios|swe_instances)/", name):
-                texts[name] = ast.get_docstring(ast.parse(path.read_text())) or ""
+                start = re.match(r'(#.*\n|\s)*r?"""(?s:.*?)"""', path.read_text())  # all of it takes a second
+                texts[name] = ast.get_docstring(ast.parse(start[0])) if start else ""
             elif path.suffix == ".sh":
                 comment = re.match(r"(#.*\n)+", path.read_text())[0]
                 texts[name] = re.sub("^# ?", "", comment, flags=re.MULTILINE)

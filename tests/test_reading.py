@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import grpo_llm
 import ppo_llm
 from tests.density import MOST, density
-from tests.run_folders import ROOT, finish, full_forward, load_script, process, records
+from tests.run_folders import ROOT, asked_once, finish, full_forward, load_script, process, records
 from tools import docs_tables, plot_train_log
 from tools.validate_train_log import name_of
 
@@ -426,7 +426,8 @@ def test_first_iterations_log_what_the_full_script_logs(name, flags, tmp_path):
     few = dict(eval_every=0, eval_tasks=8, eval_samples=2, env_kwargs=("test_tasks=32",))
     cut = load_script(PATHS[name])
     for script, folder in ((FULL[name], "full"), (cut, "cut")):
-        script.main(script.Args(**few | flags, run_dir=str(tmp_path / folder)))
+        with asked_once(script):
+            script.main(script.Args(**few | flags, run_dir=str(tmp_path / folder)))
     full, short = records(tmp_path / "full"), records(tmp_path / "cut")
     assert len(short) == len(full) == flags["iterations"] + 1
     learned = {"train/policy_loss", "train/entropy", "train/grad_norm", "train/approx_kl", "train/reward"}

@@ -193,7 +193,7 @@ LESS = {a2c: dict(log_every=2), sft: dict(log_every=2), grpo_llm: {},
         ppo_llm: dict(critic_warmup=5, critic_epochs=1, critic_minibatches=1)}
 
 
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm, sft, a2c), ALL))
 def test_times_and_rates_are_of_what_was_done_since_the_record_before(script, five):
     folder, said = five(script, **LESS[script])
     found = records(folder)
@@ -218,33 +218,7 @@ def test_times_and_rates_are_of_what_was_done_since_the_record_before(script, fi
     assert "warning" not in said
 
 
-RISING = dict(log_every=1, eval_every=1)  # val/loss, of a model that has learned these rows
-FALLING = RISING | dict(model="")
-
-
-@pytest.mark.parametrize("script, flags, kept, best", [
-    *((script, LESS[script], [4, 5], None) for script in (grpo_llm, ppo_llm, a2c)),
-    (sft, RISING, [1, 4, 5], 1), (sft, FALLING | dict(keep_checkpoints=0), [1, 2, 3, 4, 5], 5)])
-def test_so_many_of_the_newest_checkpoints_stay_and_the_last_and_the_best(script, flags, kept, best, five):
-    """One of those of every second iteration is to be kept."""
-    folder, _ = five(script, **flags)
-    assert sorted(int(path.name[5:]) for path in folder.glob("checkpoints/step_*")) == kept
-    named = json.loads((folder / "checkpoints" / "state.json").read_text())
-    assert named == {"last": "step_000005"} | ({"best": f"step_{best:06d}"} if best else {})
-    losses = [record["val/loss"] for record in records(folder)[1:] if "val/loss" in record]
-    assert not best or losses.index(min(losses)) == best - 1
-
-
-def test_the_loss_of_a_record_is_the_mean_of_the_steps_since_the_one_before(five):
-    """... however many there were, and whatever was evaluated between them."""
-    (rare, _), (each, _) = five(sft, **LESS[sft]), five(sft, **RISING)
-    for name in ("train/loss", "train/grad_norm"):
-        ones = [record[name] for record in records(each)[1:]]
-        means = [(ones[0] + ones[1]) / 2, (ones[2] + ones[3]) / 2, ones[4]]
-        assert [record[name] for record in records(rare)[1:]] == pytest.approx(means, rel=1e-6)
-
-
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_a_share_of_the_episodes_is_written_and_the_summary_is_of_all(script, five):
     """Others in each iteration; of evaluations always the same, the first replies to ten tasks among them."""
     folder, _ = five(script, **LESS[script])
@@ -273,7 +247,7 @@ def test_only_an_iteration_without_a_trainable_group_may_lack_the_numbers_of_an_
     assert verdicts == [False, True]
 
 
-SEVERAL_TURNS = dict(env="tests/two_turn.py:FourTurn", max_context_tokens=45, iterations=2)
+SEVERAL_TURNS = dict(env="tests/two_turn.py:FourTurn", max_context_tokens=45, iterations=1)
 
 
 @pytest.mark.parametrize(("script", "more"), [
@@ -515,18 +489,6 @@ def test_neither_evaluations_nor_the_log_change_what_is_trained(script, finished
     assert episodes(bare, "val_step_000004")[1]["logged"] == 2
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
-def test_the_seed_decides_everything_random(script, tmp_path):
-    flags = dict(steps=1, model=TINY) if script is sft else dict(iterations=1, checkpoint_every=1)
-    flags |= dict(eval_every=0) if script is a2c else dict(eval_every=0, eval_tasks=2, lora_rank=2)
-    one, other = (train(script, tmp_path / str(seed), seed=seed, **flags) for seed in (1, 2))
-    assert timeless(one)[-1] != timeless(other)[-1]
-    assert len({log_lines(folder)[0]["meta"]["config_hash"] for folder in (one, other)}) == 2
-    mine, others = (weights_of(folder / "checkpoints" / "step_000001") for folder in (one, other))
-    for name in [name for name in mine if "lora_A" in name or name.startswith("policy.weight")]:
-        assert abs(torch.cosine_similarity(mine[name].flatten(), others[name].flatten(), dim=0)) < 0.5
-
-
 CHANGED = {
     grpo_llm: (dict(clip_low=0.1), "--clip-low 0.1"),
     ppo_llm: (dict(critic="shared"), r"--critic shared .it was own."),
@@ -662,10 +624,12 @@ def test_two_runs_that_begin_in_the_same_second_do_not_share_a_folder(tmp_path, 
     assert 0 < sum(ends) == 8 - len(folders) and all(validate(folder)["ok"] for folder in folders)
 
 
-@pytest.mark.parametrize("script", (grpo_llm, sft))
-@pytest.mark.parametrize("template", ("model", "plain", "file"))
+@pytest.mark.parametrize("script, template", [
+    (grpo_llm, "model"), (grpo_llm, "plain"), (sft, "plain"), (sft, "file")])
 def test_of_several_templates_the_default_is_taken_and_plain_begins_with_bos(script, template, tmp_path):
-    model, length = shutil.copytree(TINY, tmp_path / "model"), "steps" if script is sft else "iterations"
+    model = shutil.copytree(TINY, tmp_path / "model")
+    short = dict(steps=1, batch_size=1) if script is sft else dict(
+        iterations=1, prompts_per_iteration=1, group_size=2)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)])
@@ -677,8 +641,8 @@ def test_of_several_templates_the_default_is_taken_and_plain_begins_with_bos(scr
         given = str(tmp_path / "template.jinja")
         Path(given).write_text("\ufeff" + tokenizer.get_chat_template())
     folder = train(script, tmp_path / "run", model=str(model), chat_template=given, eval_every=0,
-                   eval_tasks=1, **{length: 2})
-    saved = AutoTokenizer.from_pretrained(folder / "checkpoints" / "step_000002")
+                   eval_tasks=1, eval_samples=1, **short)
+    saved = AutoTokenizer.from_pretrained(folder / "checkpoints" / "step_000001")
     text = saved.apply_chat_template([dict(role="user", content="6 18")], tokenize=False)
     assert text == ("<bos>6 18" if template == "plain" else "<bos> 6 18")
     assert saved(text, add_special_tokens=False).tokens() == ["<bos>", "6", "18"]
@@ -855,7 +819,7 @@ BAD = [
     ([grpo_llm], "--chat-template {d}/no.jinja", r"--chat-template \S*no\.jinja: expected model"),
     ([grpo_llm, sft], "--chat-template {d}/file", r"--chat-template \S*file: it writes the same for two"),
     ([ppo_llm, sft], "--chat-template {d}/deaf.jinja", r"--chat-template \S*deaf\.jinja: it writes the same"),
-    ([grpo_llm, sft], "--chat-template {d}/loops.jinja", r"loops\.jinja: it took more than 0\.2 s"),
+    ([grpo_llm], "--chat-template {d}/loops.jinja", r"loops\.jinja: it took more than 0\.2 s"),
     (LLM, "--model {d}/coded", r"--model \S*coded: it needs code of its own .*trust_remote_code=True"),
     ([grpo_llm, sft], "--model {d}/coded_tokens", r"--model \S*coded_tokens: it needs code of its own"),
     ([sft], "--run-dir {d}/dangling", r"--run-dir \S*dangling: expected a folder to write into, or a new"),
@@ -964,7 +928,7 @@ def test_a_reward_that_is_none_leaves_a_receipt_and_a_sound_log(script, returned
 
 
 @pytest.mark.parametrize(("script", "flags"), [
-    (grpo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
+    (grpo_llm, dict(learning_rate=1e38, warmup_iterations=0, eval_tasks=1)),
     (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1, critic_epochs=1,
                    critic_minibatches=1)),
     (sft, dict(learning_rate=1e38, warmup_steps=0, checkpoint_every=1, eval_tasks=1)),
@@ -1022,7 +986,7 @@ def test_a_run_goes_on_beside_environments_that_fail(script, tmp_path):
 @pytest.mark.parametrize("script", RL)
 def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsys):
     folder = train(script, tmp_path / "run", env="tests/two_turn.py:Broken", eval_every=0, eval_tasks=1,
-                   iterations=2, prompts_per_iteration=2, group_size=2)
+                   eval_samples=1, iterations=2, prompts_per_iteration=1, group_size=2)
     assert "the environment failed: ConnectionError('no answer')" in capsys.readouterr().err
     verdict = validate(folder, strict=True)
     assert verdict["ok"] and verdict["errors"] == 0, verdict
@@ -1125,8 +1089,9 @@ def long_games(tmp_path_factory):
     """A run of episodes with up to four turns and several segments, each of which is kept."""
     return train(ppo_llm, tmp_path_factory.mktemp("long_games"), env="tests/two_turn.py:FourTurn",
                  reward_fn=f"{__file__}:of_turns", max_context_tokens=45, kl_coef=0.2, kl_target=0.01,
-                 gae_lambda=0.9, eval_tasks=1, critic_warmup=2, warmup_iterations=0, learning_rate=5e-3,
-                 log_episodes=1.0, eval_every=0, checkpoint_every=1, keep_checkpoints=0)
+                 gae_lambda=0.9, eval_tasks=1, eval_samples=1, critic_epochs=1, critic_warmup=1, iterations=3,
+                 warmup_iterations=0, learning_rate=5e-3, log_episodes=1.0, eval_every=0,
+                 checkpoint_every=1, keep_checkpoints=0)
 
 
 def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
@@ -1183,11 +1148,11 @@ def test_the_critic_learns_alone_before_the_policy_moves(long_games):
     for record in log:
         folder = long_games / "checkpoints" / f"step_{record['iteration']:06d}"
         weights = load_file(folder / "model.safetensors")
-        alone = record["iteration"] <= 2
+        alone = record["iteration"] == 1
         assert all(torch.equal(weights[name], before[name]) for name in before) is alone
         assert alone is ("train/learning_rate" not in record) is ("train/grad_norm" not in record)
         assert record["train/entropy"] > 0.1 and record["critic/grad_norm"] > 0
-        assert record["opt_steps"] == 4 * record["iteration"] + 2 * max(record["iteration"] - 2, 0)
+        assert record["opt_steps"] == 2 * record["iteration"] + 2 * (record["iteration"] - 1)
         norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in weights.values()))
         assert record["train/weight_norm"] == pytest.approx(norm, rel=1e-6)
         learned = torch.load(folder / "trainer_state.pt")["critic"]

@@ -19,7 +19,7 @@ import envs
 import sft
 from envs import BadInput
 from envs.splits import fingerprints, hold_out, is_repeated
-from tests.run_folders import log_lines, records, write_jsonl
+from tests.run_folders import asked_once, log_lines, records, write_jsonl
 
 SMALL = dict(steps=2, batch_size=2, eval_every=0, checkpoint_every=2, log_every=1, warmup_steps=0,
              max_length=300)
@@ -28,7 +28,8 @@ COUNTS = ("rows", "held_out", "truncated", "dropped")
 
 def train(folder, **flags):
     """A run in this process. -> what it logged of its data, and the rows that it took."""
-    sft.main(sft.Args(**SMALL | dict(run_dir=str(folder)) | flags))
+    with asked_once(sft):
+        sft.main(sft.Args(**SMALL | dict(run_dir=str(folder)) | flags))
     for line in records(folder):
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
     return tuple(records(folder)[0][f"data/{name}"] for name in COUNTS), taken(folder)

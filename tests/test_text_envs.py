@@ -94,7 +94,7 @@ def test_any_text_gets_a_verdict_at_once_and_always_the_same(case):
     texts = [(task, text) for task in tasks[:3] for text in MEGABYTES]
     texts += [(task, "".join(message["content"] for message in task.messages)) for task in tasks]
     hopeless = len(texts)  # an echo of the problem, too
-    for k in range(120):
+    for k in range(60):
         task = tasks[k % len(tasks)]
         texts.append((task, mutated(env.solution(task) or '{"action": "ACTION6", "x": 1, "y": 2}', rng)))
     for number, (task, text) in enumerate(texts):
@@ -111,7 +111,7 @@ def test_any_text_gets_a_verdict_at_once_and_always_the_same(case):
         elif number % 5 == 0:
             again = env.start(task, 7).step(text)
             assert (again.reward, again.info["correct"]) == (step.reward, step.info["correct"])
-    assert right < 90
+    assert right < 45
 
 
 @pytest.mark.parametrize("name, package", [

@@ -5,6 +5,7 @@ computed here again, in float64, sequence by sequence, as the papers have it.
 """
 
 import collections
+import functools
 import itertools
 import math
 import statistics
@@ -59,6 +60,7 @@ def noisy_run(script, folder, monkeypatch, **flags):
     return train(script, folder, **RUN | flags)
 
 
+@functools.cache
 def base_model():
     return AutoModelForCausalLM.from_pretrained(TINY, attn_implementation="eager").double().eval()
 
@@ -309,9 +311,9 @@ GRPO = {
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, correction="none", aggregation="sequence"),
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, beta2=0.9,
-                 prompts_per_iteration=4, env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),
+                 prompts_per_iteration=3, env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),
     # Replies of one token: equal ones to one prompt, which count as often as they occur, and to several.
-    "short": dict(max_response_tokens=1, epochs=2, kl_coef=0.3, prompts_per_iteration=6, reward_fn=CHECKSUM,
+    "short": dict(max_response_tokens=1, epochs=2, kl_coef=0.3, prompts_per_iteration=4, reward_fn=CHECKSUM,
                   env_kwargs=("test_tasks=32", "max_number=4")),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
     "context": dict(TURNS, mask_truncated=True, max_context_tokens=26, loss="dppo", reward_fn=CHECKSUM),
@@ -474,40 +476,39 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
     assert case == "target" or record["train/clipfrac"] > 0
 
 
-# A pass cut in one, two, and as many as there are rows, of several turns and unequal lengths. sft.py's are in
+# A pass cut in one, and as many as there are rows, of several turns and unequal lengths. sft.py's are in
 # test_sft.py, a2c_vecenv.py's in test_a2c_maths.py.
 SHORT_TURNS = dict(TURNS, env="tests/two_turn.py:TwoTurn", max_context_tokens=100)
 CUT = {
-    "grpo": (grpo_llm, dict(SHORT_TURNS, prompts_per_iteration=5, group_size=4, kl_coef=0.3,
-                            aggregation="sequence", entropy_coef=0.1), 280),
+    "grpo": (grpo_llm, dict(SHORT_TURNS, prompts_per_iteration=3, group_size=4, kl_coef=0.3,
+                            aggregation="sequence", entropy_coef=0.1)),
     "ppo": (ppo_llm, dict(SHORT_TURNS, prompts_per_iteration=8, critic_warmup=0, critic_epochs=1, epochs=1,
-                          critic_minibatches=1, minibatches=1, kl_coef=0.3, critic_learning_rate=1e-3), 230),
+                          critic_minibatches=1, minibatches=1, kl_coef=0.3, critic_learning_rate=1e-3)),
 }
 
 
 @pytest.mark.parametrize("case", CUT)
-def test_a_pass_cut_in_one_two_and_many_gives_the_same_gradients_and_numbers(case, tmp_path, monkeypatch):
-    script, flags, half = CUT[case]
+def test_a_pass_cut_in_one_and_many_gives_the_same_gradients_and_numbers(case, tmp_path, monkeypatch):
+    script, flags = CUT[case]
     flags = dict(eval_every=0, eval_tasks=1, eval_samples=1, checkpoint_every=1, keep_checkpoints=0) | flags
     flags |= dict(iterations=1, log_episodes=1.0)
     passes, backward = [], torch.Tensor.backward
     monkeypatch.setattr(torch.Tensor, "backward", lambda *given: (passes.append(1), backward(*given)))
     counts, found = [], []
-    for tokens in (10**6, half, 1):
+    for tokens in (10**6, 1):
         passes.clear()
         folder = train(script, tmp_path / f"{tokens}", microbatch_tokens=tokens, **flags)
         counts.append(len(passes))
         found.append((folder, checkpoint(folder, 1)[1]))
-    assert counts[1] == 2 * counts[0] and counts[2] >= 7 * counts[0], counts
-    for folder, state in found[1:]:
-        for one, other in zip(timeless(found[0][0]), timeless(folder), strict=True):
-            same_numbers(one | dict(trace_id=0), other | dict(trace_id=0), f"record {one['iteration']}")
-        for name in ("optimizer", "critic_optimizer"):
-            if name in state:
-                ours, others = (
-                    {key: moments["exp_avg"] for key, moments in of[name]["state"].items()}
-                    for of in (state, found[0][1]))
-                near(ours, others, 1e-4)
+    assert counts[1] >= 6 * counts[0], counts
+    (whole, expected), (folder, state) = found
+    for one, other in zip(timeless(whole), timeless(folder), strict=True):
+        same_numbers(one | dict(trace_id=0), other | dict(trace_id=0), f"record {one['iteration']}")
+    for name in ("optimizer", "critic_optimizer"):
+        if name in state:
+            ours, others = ({key: moments["exp_avg"] for key, moments in of[name]["state"].items()}
+                            for of in (state, expected))
+            near(ours, others, 1e-4)
 
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
@@ -527,9 +528,9 @@ def test_no_pass_has_more_tokens_than_it_may_unless_one_row_has_and_each_segment
         assert sorted(seen) == sorted(map(id, segments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, flags", [
-    (ppo_llm, dict(critic_warmup=0)), pytest.param(grpo_llm, {}, marks=pytest.mark.slow),
-    pytest.param(ppo_llm, dict(critic="shared", lora_rank=2), marks=pytest.mark.slow)])
+    (ppo_llm, dict(critic_warmup=0)), (grpo_llm, {}), (ppo_llm, dict(critic="shared", lora_rank=2))])
 def test_gradient_checkpointing_computes_each_layer_again_and_changes_nothing(
         script, flags, tmp_path, monkeypatch):
     """Of the policy, and of the critic beside it; without a gradient nothing is computed again."""

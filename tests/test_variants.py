@@ -17,6 +17,7 @@ from tests.run_folders import (
     SMALL,
     TINY,
     as_words,
+    asked_once,
     episodes,
     is_time,
     killed_after,
@@ -31,11 +32,19 @@ from tests.run_folders import (
 from tools import docs_tables
 from tools.validate_train_log import validate
 
+pytestmark = pytest.mark.usefixtures("shipped_once")
 PAGE = (ROOT / "docs" / "variants.md").read_text("utf-8")
 DIFFS = sorted(path.name for path in (ROOT / "docs" / "variants").glob("*.diff"))
 COMMANDS = {diff: (script, name) for script, diff, name in
             re.findall(r"patch (\w+\.py) docs/variants/(\S+\.diff) -o (\w+\.py)", PAGE)}
 TO_RENEW = "make it anew: docs/variants.md, 'One that no longer applies'"
+
+
+@pytest.fixture
+def shipped_once():
+    """The shipped model is read once, and copied where it is asked for."""
+    with asked_once():
+        yield
 
 
 @needs_git

@@ -12,7 +12,7 @@ from transformers import PhiConfig, PhiForCausalLM
 import envs
 import grpo_llm
 import ppo_llm
-from tests.run_folders import ROOT, package
+from tests.run_folders import ROOT, asked_once, package
 from tests.test_rollout import byte_tokenizer
 from tests.test_rows import write
 from tests.test_trl_env import SHOP
@@ -102,7 +102,8 @@ def test_each_command_evaluates_and_trains(folder, what, flags):
         run = folder / script.__name__
         own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else {}
         given = tyro.cli(script.Args, args=flags)
-        script.main(script.Args(**vars(given) | TINY | own | dict(model="tiny", run_dir=str(run))))
+        with asked_once(script):
+            script.main(script.Args(**vars(given) | TINY | own | dict(model="tiny", run_dir=str(run))))
         assert validate(run, strict=True)["ok"]
         lines = [json.loads(line) for line in (run / "train_log.jsonl").read_text().splitlines()]
         source = envs.make(given.env, **envs.parse_options(given.env_kwargs)).task("test", 0).source
