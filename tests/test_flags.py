@@ -88,29 +88,42 @@ def flags_of(script):
     return [field.name for field in dataclasses.fields(script.Args)]
 
 
+FLAG = re.compile(r"\bargs\.(\w+)")
+
+
 @functools.cache
 def readers(script):
-    """{flag: the text of each function and class that reads it, and of `main` the lines that do}"""
-    found = collections.defaultdict(set)
+    """{flag: the text of each function and class that reads it}, {flag: the lines of `main` that do}"""
+    functions, lines = collections.defaultdict(set), collections.defaultdict(list)
     text = (ROOT / f"{script.__name__}.py").read_text("utf-8")
     for part in re.split(r"^(?=(?:@|def |class |async def )\w)", text, flags=re.M):
-        for place in part.splitlines() if part.startswith("def main(") else [part]:
-            for flag in re.findall(r"\bargs\.(\w+)", place):
-                found[flag].add(place.strip())
-    return found
+        if part.startswith("def main("):
+            for line in part.splitlines():
+                for flag in FLAG.findall(line):
+                    lines[flag].append(line.strip())
+        else:
+            for flag in FLAG.findall(part):
+                functions[flag].add(part.strip())
+    return functions, lines
 
 
 OF_CRITIC = ("lora_rank", "lora_adapter_path", "gradient_checkpointing")  # mean ppo_llm.py's critic, too
 
 
+def is_known(script, flag):
+    """Whether what reads a flag is in a script before, to the letter."""
+    if script is ppo_llm and flag in OF_CRITIC:
+        return False
+    functions, lines = (of[flag] for of in readers(script))
+    earlier = [[of[flag] for of in readers(other)] for other in ALL[:ALL.index(script)]]
+    return any(functions <= known and lines == same and (functions or lines) for known, same in earlier)
+
+
 def cases():
     """Of code that scripts have in common to the letter, the check of the first of them is fast."""
-    for number, script in enumerate(ALL):
+    for script in ALL:
         for flag in flags_of(script):
-            own = readers(script)[flag]
-            is_known = own and any(own <= readers(other)[flag] for other in ALL[:number])
-            is_slow = is_known and not (script is ppo_llm and flag in OF_CRITIC)
-            marks = [pytest.mark.slow] if is_slow else []
+            marks = [pytest.mark.slow] if is_known(script, flag) else []
             yield pytest.param(script, flag, id=f"{script.__name__}-{flag}", marks=marks)
 
 
