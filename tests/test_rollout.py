@@ -766,7 +766,7 @@ class Hostile(World):
         if p > 0.75 and depth < 2 and isinstance(reply, str):
             return self.ask(*(f"{episode.task.id}/{n}" for n in range(1 + int(30 * p) % 3)))
         if p > 0.74:
-            return Step([{"role": "user", "content": "x" * next(self.sizes, 20_000)}], 0.0, False, False, {})
+            return Step([{"role": "user", "content": "x" * next(self.sizes, 4_000)}], 0.0, False, False, {})
         if p > 0.35:
             return Step([{"role": "user", "content": self.rng.choice(self.says)}], 0.125, False, False, {})
         return over()

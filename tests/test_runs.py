@@ -564,6 +564,7 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
     assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [4, 4]
     # A digit, but no number; in bytes, since not every locale has it in names of files.
     os.mkdir(os.path.join(os.fsencode(folder / "checkpoints"), "step_²".encode()))
+    (folder / "checkpoints" / "step_000009_mine").mkdir()  # nor is a copy a checkpoint
     both = r"(?=.*--seed 2 .it was 1.).*--learning-rate 0.25 .it was "
     for flags, named in ((dict(seed=2, learning_rate=0.25), both),
                          (dict(env_kwargs=("seed=9" if script is not a2c else "tau=0.06",)), "--env-kwargs"),
