@@ -392,6 +392,18 @@ def test_a_copy_of_the_tests_as_data_gains_nothing(name):
         assert step.info["correct"] == step.reward == 0 and step.info["modified"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["meetings-adjacent", "matrix-determinant"])  # with least to guess
+def test_code_that_knows_how_it_is_judged_gains_nothing(name):
+    """It takes the place of what reports, and nothing is mended."""
+    env, task = alone(name)
+    scenario = env.scenario(task)
+    path = min(path for path in scenario.files if path.endswith("__init__.py") and not scenario.is_test(path))
+    for attack, code in forgeries.KNOWING.items():
+        found = env.score(scenario, scenario.files | {path: code.encode() + scenario.files[path]})
+        assert found["correct"] == 0 and found["modified"] == 1, attack
+
+
 def test_held_out_tests_are_in_nothing_that_is_shown():
     for env in (make(), make(**TINY, train_tasks=3, test_tasks=3), make(tools=True)):
         for split in env.splits:
