@@ -373,7 +373,13 @@ class Page:
         return self.js(f"return [...document.querySelectorAll(arguments[0])].map(e => e.{what})", selector)
 
     def click(self, selector, at=0):
-        self.find(selector)[at].click()
+        from selenium.common.exceptions import StaleElementReferenceException
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        # A list that is drawn between the look and the click has another element in that place.
+        drawn_anew = [StaleElementReferenceException]
+        WebDriverWait(self.driver, 120, 0.01, drawn_anew).until(
+            lambda _: self.find(selector)[at].click() or True)
         self.settle()
 
     def choose(self, name, value):
@@ -386,9 +392,11 @@ class Page:
         self.settle()
 
     def type(self, selector, text):
-        number = self.js("return search")
-        self.find(selector)[0].send_keys(text)
-        self.wait("search > arguments[0]", number)
+        number, control = self.js("return search"), self.find(selector)[0]
+        control.send_keys(text)
+        # A slow machine searches between two keys: only the search for the whole text counts.
+        self.wait("search > arguments[0] && state[arguments[1].dataset.name] === arguments[1].value",
+                  number, control)
         self.settle()
 
     def press(self, *keys):
