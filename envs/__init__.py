@@ -45,6 +45,7 @@ if sys.platform == "linux" and not Path("/proc/self/stat").exists():  # psutil r
 Message = dict
 
 ENVS = {
+    "agent": "envs.adapters.agent:Agent",
     "arcagi3": "envs.arcagi3:ArcAgi3",
     "countdown": "envs.countdown:Countdown",
     "logic": "envs.logic:Logic",
@@ -130,6 +131,8 @@ class Step:
 class Episode:
     """One attempt at one task."""
 
+    task: Task | None = None  # the task as it is known once the episode has started, with another prompt
+
     def step(self, reply: str, calls: list[dict] | None = None) -> Step:
         """Score a reply. Total: any text returns in bounded time, and none raises or is executed here.
 
@@ -162,6 +165,7 @@ class Env:
     splits = ("train", "test")  # disjoint by construction
     multi_turn = False  # True: a step may answer with messages and go on
     blocking = False  # True: a step waits for a process or a server, so that callers run it in a thread
+    threads = 8  # such steps at once
     # Words of all prompts and solutions, for a tokenizer with a token per word, which sft.py makes where a
     # model is made too (None: one of bytes).
     vocabulary: list[str] | None = None
@@ -293,9 +297,10 @@ async def in_thread(function: typing.Callable, *given):
 class Calls:
     """Awaits what an environment does: in threads, some at a time, where it is `blocking`."""
 
-    def __init__(self, env: Env, threads: int = 8, longest_close: float = 10.0):
-        """threads: calls at once. longest_close: how long the closing of an episode is waited for [s]."""
-        self.blocking, self.longest_close, self.free = env.blocking, longest_close, asyncio.Semaphore(threads)
+    def __init__(self, env: Env, longest_close: float = 10.0):
+        """longest_close: how long the closing of an episode is waited for [s]."""
+        self.blocking, self.longest_close = env.blocking, longest_close
+        self.free = asyncio.Semaphore(env.threads)
 
     async def __call__(self, method: typing.Callable, *given):
         if not self.blocking:
