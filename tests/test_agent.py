@@ -501,9 +501,9 @@ def test_a_command_ends_with_its_trainer_however_that_ends(tmp_path):
     command = shlex.join(["sh", "-c", f"echo $$ > {place}; exec sleep 1000"])
     code = ("import sys, envs; e = envs.make('agent', data=sys.argv[1], command=sys.argv[2])\n"
             "e.start(e.task('train', 0), 1)")
-    trainer = subprocess.Popen([sys.executable, "-c", code, tmp_path / "tasks.jsonl", command], cwd=ROOT)
+    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path / "tasks.jsonl", command], cwd=ROOT)
     until(lambda: place.exists() and place.read_text().endswith("\n"))
-    trainer.kill()
+    parent.kill()
     until(lambda: not psutil.pid_exists(int(place.read_text())))
 
 

@@ -445,7 +445,7 @@ class Play(Episode):
             self.close()
             raise
         first = self.root.request
-        self.task = dataclasses.replace(task, messages=first.messages, tools=first.tools)
+        self.own_task = dataclasses.replace(task, messages=first.messages, tools=first.tools)
 
     def step(self, reply: str, calls: list[dict] | None = None) -> Step:
         with self.run.changed:
