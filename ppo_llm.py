@@ -898,7 +898,7 @@ class Player:
                 r.begin(attempt)
                 if not given:
                     episode = await self.call(self.env.start, r.task, self.args.seed)
-                    if episode.own_task:  # with a prompt that is known since it has started
+                    if episode.own_task:  # with another prompt
                         ((r.task, r.prompt_text, r.prompt_ids),) = self.prompts([episode.own_task])
                         r.begin(attempt)
                 r.termination = await self.play_turns(r, episode)
