@@ -1,42 +1,62 @@
-"""Rewards of docs/rewards.md against plain ones: what the runs of benchmarks/refresh.py learn from.
+"""What benchmarks/refresh.py compares the rewards of docs/rewards.md on, and with.
 
-    python grpo_llm.py --env benchmarks/rewards.py:Ordered --reward-fn benchmarks/rewards.py:decoupled
-    python benchmarks/rewards.py --log runs/refresh/concise/s1 runs/refresh/plain4/s1
+    python benchmarks/rewards.py --out wordy.jsonl
 
-The second command prints a row for each evaluation: how many held-out replies are right, and the tokens of
-right and of wrong ones. It needs runs with --log-episodes 1.
+writes rows for sft.py whose responses begin with up to 15 words that do nothing: a model of them answers as
+well in few words as in many. `Wordy` tells how many a reply has, `Ordered` has a second part of another kind.
 """
 
 import argparse
 import dataclasses
 import json
 import re
-import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from docs.rewards import gdpo
-from envs.countdown import Countdown
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path += [str(REPOSITORY), str(REPOSITORY / "docs/rewards")]
+from benchmarks.sides import check_environment  # noqa: E402
 
+check_environment("numpy", "pydantic")
+import gdpo  # noqa: E402
+
+from envs.countdown import Config, Countdown  # noqa: E402
+
+MOST_IDLE = 16  # words before a solution, and one
 POINTS = 10  # what a reply in perfect order earns where parts are added as they are
 
 
-class Ordered(Countdown):
-    """Countdown that also tells in what share of a reply's steps the larger number stands first."""
+class Telling(Countdown):
+    """Countdown that tells one more part of each reply."""
+
+    def part(self, reply) -> dict:
+        raise NotImplementedError
 
     def start(self, task, seed):
         episode = super().start(task, seed)
         step = episode.step
 
-        def with_order(reply):
+        def with_part(reply):
             found = step(reply)
-            pairs = [(int(a), int(b)) for a, b in re.findall(r"(\d+) [-+*/] (\d+) =", reply)]
-            ordered = sum(a >= b for a, b in pairs) / max(len(pairs), 1)
-            return dataclasses.replace(found, info=found.info | {"ordered": ordered})
+            return dataclasses.replace(found, info=found.info | self.part(reply))
 
-        episode.step = with_order
+        episode.step = with_part
         return episode
+
+
+class Ordered(Telling):
+    """... in what share of its steps the larger number stands first."""
+
+    def part(self, reply):
+        pairs = [(int(a), int(b)) for a, b in re.findall(r"(\d+) [-+*/] (\d+) =", reply)]
+        return {"ordered": sum(a >= b for a, b in pairs) / max(len(pairs), 1)}
+
+
+class Wordy(Telling):
+    """... how many words it has."""
+
+    def part(self, reply):
+        return {"words": len(reply.split())}
 
 
 def summed(rollouts):
@@ -51,25 +71,18 @@ def decoupled(rollouts):
     return gdpo.decoupled(rollouts, {"correct": 1.0, "ordered": 1.0})
 
 
-def lengths(path):
-    """(tokens of each right reply, of each wrong one) of an episodes file"""
-    right, wrong = [], []
-    for line in path.read_text("utf-8").splitlines()[:-1]:  # the last one is a summary
-        episode = json.loads(line)
-        tokens = sum(len(segment["response_ids"]) for segment in episode["segments"])
-        (right if episode["correct"] else wrong).append(tokens)
-    return right, wrong
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--log", type=Path, nargs="+", required=True, help="run folders")
-    for run in parser.parse_args().log:
-        for path in sorted(run.glob("episodes/val_step_*.jsonl")):
-            right, wrong = lengths(path)
-            means = [statistics.fmean(tokens) if tokens else 0.0 for tokens in (right, wrong)]
-            share = len(right) / len(right + wrong)
-            print(f"{run} {path.stem}: right {share:.3f}, tokens {means[0]:.1f} and {means[1]:.1f}")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file of prompts and responses")
+    parser.add_argument("--rows", type=int, default=20_000)
+    options = parser.parse_args()
+    env = Countdown(Config(skill="mixed", novice_share=0.3))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("w") as file:
+        for number in range(options.rows):
+            task = env.task("train", number)
+            response = "x " * (number % MOST_IDLE) + "| " + env.solution(task)
+            file.write(json.dumps(dict(prompt=task.messages, response=response)) + "\n")
 
 
 if __name__ == "__main__":

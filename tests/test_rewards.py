@@ -14,13 +14,16 @@ import torch
 import envs
 import grpo_llm
 import ppo_llm
-from docs.rewards import concise, gdpo, judge
 from envs import BadInput, Step
 from grpo_llm import Rollout, Segment
-from tests.run_folders import ROOT, episodes, records, slow_but, timeless, train
+from tests.run_folders import ROOT, episodes, load_script, records, slow_but, timeless, train
 from tools.validate_train_log import validate
 
 RL = [grpo_llm, ppo_llm]
+RECIPES = ROOT / "docs/rewards"
+concise = load_script(RECIPES / "concise.py")
+gdpo = load_script(RECIPES / "gdpo.py")
+judge = load_script(RECIPES / "judge.py")
 ONE = dict(iterations=1, prompts_per_iteration=3, group_size=4, eval_tasks=2, eval_samples=3, eval_every=0,
            log_episodes=1.0)
 
@@ -226,7 +229,7 @@ def test_gdpo_normalises_each_part_in_its_group_and_adds():
 
 @pytest.mark.parametrize("name", ["concise.py:concise", "gdpo.py:gdpo"])
 def test_the_recipes_train(name, tmp_path):
-    folder = train(grpo_llm, tmp_path / "run", reward_fn=str(ROOT / "docs/rewards" / name), **ONE)
+    folder = train(grpo_llm, tmp_path / "run", reward_fn=str(RECIPES / name), **ONE)
     assert validate(folder, strict=True)["ok"] and records(folder)[-1]["opt_steps"] == 1
     played, _ = episodes(folder, "train_step_000001")
     for start in range(0, len(played), 4):
@@ -400,7 +403,7 @@ def test_a_judge_that_is_not_named_is_asked_for(name, endpoint, monkeypatch):
 
 
 def test_a_run_learns_from_the_judge_and_its_folder_has_no_key(endpoint, tmp_path, capsys):
-    flags = ONE | dict(reward_fn=f"{ROOT}/docs/rewards/judge.py:rank", temperature=2.0)
+    flags = ONE | dict(reward_fn=f"{RECIPES}/judge.py:rank", temperature=2.0)
     folder = train(grpo_llm, tmp_path / "run", **flags)
     played, _ = episodes(folder, "train_step_000001")
     asked = len(endpoint.asked)
