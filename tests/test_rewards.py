@@ -4,7 +4,9 @@ import collections
 import http.server
 import json
 import math
+import re
 import statistics
+import textwrap
 import threading
 
 import numpy as np
@@ -225,6 +227,18 @@ def test_gdpo_normalises_each_part_in_its_group_and_adds():
     cut = Rollout(group[0].task, (0, 0), "", [1])  # had no step
     assert np.isfinite(gdpo.decoupled([cut, group[0]], dict(correct=1.0))).all()
     assert gdpo.decoupled([cut, cut], dict(correct=1.0)) == pytest.approx([0.0, 0.0])
+
+
+def test_what_the_page_shows_does_what_it_says():
+    page = (ROOT / "docs/rewards.md").read_text("utf-8")
+    example, kept = {}, {}
+    (code,) = re.findall(r"^    def f\(rollouts\):(?:.*\n    )+.*$", page, re.MULTILINE)
+    exec(textwrap.dedent(code), example)
+    group = [episode(correct=1.0, tokens=9), episode(tokens=3), episode(correct=1.0, tokens=7)]
+    assert example["f"](group) == [0.5, 0.0, 1.0] and example["f"](group[1:2]) == [0.0]
+    (code,) = re.findall(r"^    if len\(\{r.correct.*\n        return .*$", page, re.MULTILINE)
+    exec(f"def f(rollouts):\n{code}\n    return 'others'", kept)
+    assert kept["f"](group) == "others" and kept["f"](group[::2]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["concise.py:concise", "gdpo.py:gdpo"])
