@@ -362,6 +362,7 @@ def test_a_verdict_is_read_out_of_what_judges_put_around_it(endpoint, text):
     said("They are all fine."), said(""), said(None), said("[0.5, 0.5]"), said('{"scores": {"1": 0.5}}'),
     said(scored({1: 0.5})), said(scored({1: 0.5, 2: 0.5, 3: 0.5})), said(scored({1: 0.5, 3: 0.5})),
     said('{"scores": [{"id": 1, "score": 0.5}, {"id": 1, "score": 0.5}]}'),
+    said('{"scores": [{"id": 1, "score": 0.5}, {"id": 2, "score": 0.5}, {"id": 1, "score": 0.9}]}'),
     said(scored({1: 0.5, 2: math.nan})), said(scored({1: 0.5, 2: math.inf})), said(scored({1: 0.5, 2: 1.5})),
     said(scored({1: 0.5, 2: -0.1})), said(scored({1: 0.5, 2: "1.0"})), said(scored({1: 0.5, 2: True})),
     said(scored({1: 0.5, 2: None})), said(scored({1: 0.5, 2: 10**400})), said("{" * 10**5 + "}"),
@@ -396,7 +397,7 @@ def test_groups_without_a_verdict_end_the_run_when_there_is_none_in_between(endp
 def test_what_no_other_group_changes_ends_the_run_and_no_message_has_the_key(
         how, endpoint, capsys, monkeypatch):
     if how == "refused":
-        monkeypatch.setenv("JUDGE_URL", "http://me:sk-secret@127.0.0.1:9/v1")
+        monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9/sk-secret/v1")
     answers = {"401": (401, "Incorrect API key: sk-secret"), "500": (500, "sk-secret " * 99),
                "echo": said(scored({1: "sk-secret", 2: 1.0})), "redirect": (307, "sk-secret")}
     endpoint.answer = lambda body: answers[how]
