@@ -85,7 +85,7 @@ def test_it_sees_the_played_episodes_of_a_task_and_its_rewards_are_theirs_in_ord
     assert max(sizes) == 3 and sizes[1] >= 2
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((ppo_llm,), RL))
 def test_it_may_leave_episodes_out_as_if_their_environment_had_failed(script, tmp_path):
     file = write(tmp_path, "def some(rollouts):\n"
                            "    for r in rollouts[1:3]:\n        r.termination = 'error'\n"
