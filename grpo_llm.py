@@ -390,7 +390,7 @@ def trainable_groups(rollouts, args):
     """
     for r in rollouts:
         if not math.isfinite(r.reward):
-            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
+            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}: --reward-fn")
     left_out = ("error", "length", "context") if args.mask_truncated else ("error",)
     groups = []
     for start in range(0, len(rollouts), args.group_size):
@@ -772,7 +772,8 @@ EPISODE_RETRIES = 2  # times that an episode is played again because its environ
 
 
 def episode_reward(rollout: Rollout) -> float:
-    """The scalar to maximise: edit here, or point --reward-fn at a function of the same form.
+    """The scalar to maximise: edit here, or point --reward-fn at a function of the same form. One
+    whose parameter is named `rollouts` sees all episodes of a task and returns a list: docs/rewards.md.
 
     rollout.steps are the environment's, their .info the named parts, rollout.messages the conversation. A
     reply that is cut by the length limit is no step; Episode.end scores the state before it.
@@ -1001,14 +1002,13 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
     if problems:  # raised on all ranks, since saving is collective
         raise EngineError(problems[0])
     score_groups(env, rollouts, num_samples)
-    for r in rollouts:
-        reward = score(r) if r.termination != "error" else 0.0
-        if not envs.is_number(reward):
-            raise BadInput(f"--reward-fn {args.reward_fn or 'episode_reward'}: expected a number for task "
-                           f"{r.task.id}, got {envs.shown(reward)}")
-        r.reward = float(reward)
-        for member in r.family:
-            member.reward = r.seat_reward(member.task.seat)
+    for start in range(0, len(rollouts), num_samples):
+        played = [r for r in rollouts[start:start + num_samples] if r.termination != "error"]
+        rewards = envs.rewards_of(score, played, args.reward_fn)
+        for r, reward in zip(played, rewards, strict=True):
+            r.reward = float(reward)
+            for member in r.family:
+                member.reward = r.seat_reward(member.task.seat)
     return rollouts
 
 

@@ -348,7 +348,7 @@ def trainable_episodes(rollouts, args):
     episodes = []
     for r in rollouts:
         if not math.isfinite(r.reward):
-            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
+            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}: --reward-fn")
         for member in r.family if args.train_sub_agents or r.seat_rewards else [r]:
             segments = [segment for segment in member.segments if any(segment.response_mask)]
             if segments and "error" not in (r.termination, member.termination):
@@ -768,7 +768,8 @@ EPISODE_RETRIES = 2  # times that an episode is played again because its environ
 
 
 def episode_reward(rollout: Rollout) -> list[float]:
-    """What is maximised: edit here, or point --reward-fn at a function of the same form.
+    """What is maximised: edit here, or point --reward-fn at a function of the same form. One
+    whose parameter is named `rollouts` sees all episodes of a task and returns a list: docs/rewards.md.
 
     rollout.steps are the environment's answers, their .info the named parts, rollout.messages the texts. A
     list has a number for each turn; a single number comes with the last one. A reply cut by the length limit
@@ -782,7 +783,7 @@ def set_reward(r, rewards):
     if not isinstance(rewards, (list, tuple)):
         rewards = [0.0] * (len(r.turns) - 1) + [rewards]
     if len(rewards) > max(len(r.turns), 1):
-        raise BadInput(f"the reward function gave {len(rewards)} rewards for {len(r.turns)} turns")
+        raise BadInput(f"--reward-fn: {len(rewards)} rewards for {len(r.turns)} turns of {r.task.id}")
     r.reward = float(sum(rewards))
     for (segment, _, end), reward in zip(r.turns, rewards, strict=False):
         r.segments[segment].rewards[end - 1] = float(reward)
@@ -1009,15 +1010,13 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
     if problems:  # raised on all ranks, since saving is collective
         raise EngineError(problems[0])
     score_groups(env, rollouts, num_samples)
-    for r in rollouts:
-        rewards = score(r) if r.termination != "error" else 0.0
-        of_turns = rewards if isinstance(rewards, (list, tuple)) else [rewards]
-        if not all(map(envs.is_number, of_turns)):
-            raise BadInput(f"--reward-fn {args.reward_fn or 'episode_reward'}: expected a number for task "
-                           f"{r.task.id}, or one for each turn, got {envs.shown(rewards)}")
-        set_reward(r, rewards)
-        for child in r.family[1:]:
-            set_reward(child, r.seat_reward(child.task.seat))
+    for start in range(0, len(rollouts), num_samples):
+        played = [r for r in rollouts[start:start + num_samples] if r.termination != "error"]
+        rewards = envs.rewards_of(score, played, args.reward_fn, of_turns=True)
+        for r, reward in zip(played, rewards, strict=True):
+            set_reward(r, reward)
+            for child in r.family[1:]:
+                set_reward(child, r.seat_reward(child.task.seat))
     return rollouts
 
 

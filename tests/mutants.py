@@ -30,16 +30,16 @@ from tests import mutate  # noqa: E402
 # The tests that a file is for, the likeliest to fail first; then pytest's -k.
 TESTS = {
     "grpo_llm.py": (
-        "rl_maths crash draws updates checks flags rollout runs chat engines distributed",
+        "rl_maths crash draws updates checks flags rollout rewards runs chat engines distributed",
         "not ppo and not sft"),
     "ppo_llm.py": (
-        "rl_maths crash draws updates checks flags runs rollout chat distributed",
+        "rl_maths crash draws updates checks flags runs rollout rewards chat distributed",
         "not grpo and not sft"),
     "sft.py": ("crash draws sft sft_data flags runs distributed", "not grpo and not ppo"),
     "a2c_vecenv.py": (
         "a2c_maths crash flags runs a2c_runs a2c_distributed distributed",
         "not grpo and not ppo and not sft"),
-    "envs/__init__.py": ("envs env_properties rows_files countdown logic text_envs", ""),
+    "envs/__init__.py": ("envs rewards env_properties rows_files countdown logic text_envs", ""),
     "envs/chat.py": ("chat calls sft_data runs", "template or bad_input or chat or calls or sft_data"),
     "envs/calls.py": ("calls chat", ""),
     "envs/splits.py": ("sft_data", ""),
@@ -75,6 +75,7 @@ TESTS = {
     "tools/watch_run.py": ("watch_run", ""),
     "tools/": ("tools", ""),
     "docs/reading/": ("reading rl_maths", ""),
+    "docs/rewards/": ("rewards", ""),
 }
 
 # file -> name: (text that the file holds exactly once, what takes its place)
@@ -104,6 +105,9 @@ MUTANTS = {
         "the same number at each token": ("draws[live, t]", "draws[live, 0]"),
         "the same numbers in a retry": ("r.retries, len(r.turns)", "len(r.turns)"),
         "the same numbers in each iteration": ("score, drawn + mine.start)", "score, mine.start)"),
+        "a group's reward is of failures, too": (
+            'played = [r for r in rollouts[start:start + num_samples] if r.termination != "error"]',
+            "played = rollouts[start:start + num_samples]"),
         "dynamic sampling draws again the same": ("training_task(drawn + i", "training_task(cursor + i"),
         "--beta2 is ignored": ("betas=(0.9, args.beta2)", "betas=(0.9, 0.95)"),
         "entropy is punished": ("- args.entropy_coef * entropy", "+ args.entropy_coef * entropy"),
@@ -232,6 +236,7 @@ MUTANTS = {
         "GAE: others' tokens count": (
             "itertools.compress(getattr(s, name), s.response_mask)", "getattr(s, name)"),
         "the penalty is a reward": ('"rewards") - kl_coef', '"rewards") + kl_coef'),
+        "a turn has no reward of its own": ("args.reward_fn, of_turns=True)", "args.reward_fn)"),
         "controller's upper bound": ("-0.2), 0.2)", "-0.2), 0.4)"),
         "controller between its bounds": ("kl / target - 1,", "kl - target,"),
         "target_kl of all steps together": (
@@ -369,6 +374,12 @@ MUTANTS = {
         "the one held out is trained": ('        split["train"].remove(split["test"][0])\n', ""),
         "a demonstration without its prompt": (
             'else [*task.messages, {"role": "assistant"', 'else [{"role": "assistant"'),
+        "a group is seen one by one": ('parameters[:1] == ["rollouts"]', "False"),
+        "any parameter means a group": ('parameters[:1] == ["rollouts"]', '"rollouts" in parameters'),
+        "rewards for some are enough": ("or len(rewards) != len(rollouts):", "or False:"),
+        "the order of a dictionary": ("if not isinstance(rewards, list | tuple) or len", "if len"),
+        "an array is no list": ('if hasattr(rewards, "tolist"):', "if False:"),
+        "an exception is nobody's": ("        error.add_note(", "        str("),
     },
     "envs/chat.py": {
         "a template need not read": ('    if says == b"same":\n', "    if False:\n"),
@@ -829,6 +840,30 @@ MUTANTS = {
     "envs/adapters/openenv.py": {
         "what is held out is trained on": ('index if split == "test" else TEST_SEEDS + index', "index"),
         "one seed overlaps": ("else TEST_SEEDS + index}", "else TEST_SEEDS - 1 + index}"),
+    },
+    "docs/rewards/concise.py": {
+        "as much where few are right": (" * len(right) / len(rollouts)", ""),
+        "wrong ones pay, too": ("        if r.correct:\n", "        if right:\n"),
+    },
+    "docs/rewards/gdpo.py": {
+        "parts are not normalised": (" / (values.std() + 1e-6)", ""),
+        "one weight for all": ("weight * normalised", "normalised"),
+        "a part that is not told": ("if known and part not in known:", "if False:"),
+    },
+    "docs/rewards/judge.py": {
+        "each reply is judged": ("sorted(set(attempts), key", "sorted(attempts, key"),
+        "the order of sampling": (
+            "key=lambda text: hashlib.sha256(text.encode()).digest()", "key=attempts.index"),
+        "without a verdict all lose": ('            r.termination = "error"\n', "            pass\n"),
+        "the cache is not kept": ('self.cache.open("a")', 'open(os.devnull, "w")'),
+        "failures long ago count": ("        self.failures = 0\n        return", "        return"),
+        "the key in an error": ('text.replace(self.key, "...") if self.key else text', "text"),
+        "the URL in an error": ('f"{type(error).__name__} at', 'f"{error} at'),
+        "a second try is none": ("TRIES = 3", "TRIES = 1"),
+        "a score too many": ("if len(found) != count or set", "if set"),
+        "a text is a score": (
+            "type(score) not in (int, float) or not 0 <= score <= 1", "not 0 <= float(score) <= 1"),
+        "any number is a score": (" or not 0 <= score <= 1:", ":"),
     },
     "docs/reading/grpo.py": {
         "sample deviation": ("rewards.std(1, keepdim=True, correction=0)", "rewards.std(1, keepdim=True)"),
