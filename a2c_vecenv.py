@@ -23,6 +23,8 @@ import ctypes
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -49,6 +51,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from envs import BadInput, as_bad_input, parse_options, pixels
+from envs.files import flush_to_disk, sha256, take_lock
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -267,8 +270,6 @@ def evaluate(agent, env, args, greedy=False):
     obs = env.reset(args.seed, "eval")
     number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of the row's episode
     results = []
-    of_mine = -(-args.eval_episodes * env.num_envs // args.eval_envs)
-    bar = tqdm(total=of_mine, desc="evaluation", leave=False, disable=True if RANK else None)
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
         obs, *_, info = env.step(choose_actions(logits, greedy, env.others))
@@ -277,8 +278,6 @@ def evaluate(agent, env, args, greedy=False):
         if counts.any():  # tensors kept at each step would fragment memory
             results += torch.stack(result, -1)[counts]  # each (3,)
         number += args.eval_envs * info["reset_mask"]
-        bar.update(len(results) - bar.n)
-    bar.close()
     success, lengths, returns = torch.stack(gather(results)).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # the lower median
     prefix = "eval/greedy_" if greedy else "eval/"
@@ -330,12 +329,9 @@ def start_processes():
     torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too; where GPUs are fewer, they are shared.
-        gpu = os.environ["LOCAL_RANK"]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            gpus = visible.split(",")
-            gpu = gpus[int(gpu) % len(gpus)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        rank = os.environ["LOCAL_RANK"]
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", rank).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(rank) % len(gpus)]
         store, _, _ = next(dist.rendezvous("env://"))
         # It outlives a restart of the workers, which must not read what an earlier attempt wrote.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -375,35 +371,13 @@ def all_rows(rows, env):
 
 
 TIMES = ("time/eval", "time/checkpoint")  # measured by Run.timed
-SHOWN = ("episode_return", "success_rate", "entropy_mean", "grad_norm", "eval/")  # printed
-
-
-def sha256(path):
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush_to_disk(*paths):
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def take_lock(file):
-    """Lock a file until this process ends, however it does. BadInput where another process has it."""
-    import fcntl  # not on Windows
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        other = file.read() or "another process"
-        raise BadInput(f"--run-dir {Path(file.name).parent}: {other} is running in it") from None
-    except OSError as error:
-        print_rank_0(f"warning: {file.name} cannot be locked ({error}): a second run there goes unnoticed")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
+# What Run.record shows: name -> metric and its format.
+SHOWN = {"return": ("episode_return", ".2f"),
+         "success": ("success_rate", ".3f"),
+         "steps/s": ("sps", ",.0f"),
+         "score": ("eval/return", ".2f"),
+         "solved": ("eval/success_rate", ".3f"),
+         "greedy": ("eval/greedy_success_rate", ".3f")}
 
 
 class Run:
@@ -436,6 +410,7 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
+        self.spoken = 0.0  # when a line was last written
         self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
@@ -492,6 +467,9 @@ class Run:
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
+        start = self.counters["iteration"]
+        self.progress = tqdm(total=total, initial=start, leave=False, dynamic_ncols=True,
+                             disable=RANK > 0 or None)
         if RANK:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
@@ -502,13 +480,11 @@ class Run:
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
-        start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.header | dict(
                 git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
                 script_sha256=self.meta["script_sha256"], checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
     def header(self):
@@ -528,7 +504,7 @@ class Run:
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
-        """Log numbers, all finite, with the times since the last record; print some."""
+        """Log numbers, all finite, with times since the last record; show some."""
         now = time.perf_counter()
         seconds = now - self.clock
         env_steps = self.counters["env_steps"] - self.env_steps_before
@@ -549,9 +525,31 @@ class Run:
         self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
         self.writer.flush()
         self.write(self.header | values)
-        shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+        cells = {}
+        for name, (pattern, form) in SHOWN.items():
+            found = [value for key, value in values.items() if re.fullmatch(pattern, key)]
+            if found:
+                cells[name] = f"{np.mean(found):{form}}"  # of all sources
+        self.progress.set_postfix(cells, refresh=False)
         self.progress.update(iteration - self.progress.n)
-        tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
+        # A table, of evaluations; where there is no bar, of every ten seconds too.
+        if values["time/eval"] or self.progress.disable and now > self.spoken + 10:
+            names = ["iteration", "time", *SHOWN, "eval"]
+            if not self.spoken:
+                tqdm.write("".join(map("{:>8}".format, names)))
+            cells["iteration"] = f"{iteration:9}"
+            cells["time"] = f"{values['wall_time_s']:,.0f} s"
+            cells["eval"] = f"{values['time/eval']:.1f} s"
+            tqdm.write("".join(f"{cells.get(name, ''):>8}" for name in names))
+            self.spoken = now
+
+    def finish(self):
+        """A tool says what was reached, and draws curve.png."""
+        self.progress.close()
+        # Nothing that happens there is an error of the run. Without a terminal, a short run goes without.
+        if RANK == 0 and (not self.progress.disable or time.perf_counter() > self.started + 10):
+            tool = Path(__file__).parent / "tools/report_run.py"
+            os.system(shlex.join([sys.executable, str(tool), str(self.dir)]))
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
@@ -590,6 +588,7 @@ class Run:
 
     def fail(self, error, evidence):
         """Write a receipt: traceback, meta line and evidence ({name: bytes}). Exits with an error."""
+        self.progress.close()
         trace_id = self.header["trace_id"]
         path = self.dir / "receipts" / f"{trace_id}:{RANK}"
         what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
@@ -629,10 +628,8 @@ def main(args):
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
     start = run.counters["iteration"] + 1
-    rollout_steps = args.num_envs * args.num_steps
     print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x "
-                 f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}\n"
-                 f"Observations: {env.scaling}")
+                 f"{args.num_steps} steps on {device}\nObservations: {env.scaling}")
     window, grad_norms = [], []  # of the rollouts and updates since the last record
     batch = {}  # the last rollout
     metrics = {}  # the last record
@@ -703,11 +700,13 @@ def main(args):
             optimizer.step()
             optimizer.zero_grad()
             run.counters |= dict(iteration=iteration, opt_steps=iteration,
-                                 env_steps=iteration * args.update_every * rollout_steps)
+                                 env_steps=iteration * args.update_every * args.num_envs * args.num_steps)
 
             # 5. Log, evaluate, checkpoint.
             if finish_iteration(iteration):
                 break
+        else:
+            run.finish()
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, pixels.receipt_files(env, batch))
     if UNDER_TORCHRUN:
@@ -728,6 +727,7 @@ def self_test():
 
 if __name__ == "__main__":
     load_dotenv(".env")  # a variable that is set already stays
+    sys.stdout.reconfigure(line_buffering=True)  # a file gets each line at once
     try:
         args = tyro.cli(Args)
         if args.self_test:

@@ -37,6 +37,8 @@ import itertools
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,6 +77,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import envs
 from envs import BadInput, as_bad_input, first_line
 from envs.chat import check_calls, check_template, encode_within, opened_thought, parse_reply, rendered
+from envs.files import flush_to_disk, sha256, take_lock
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -883,13 +886,13 @@ class Player:
                     r.termination = "timeout"
             self.engine.leave()
 
-        async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
-            serving = group.create_task(self.engine.serve())
-            # At least one, so that serve starts: under FSDP2 it gathers weights with the other processes.
-            for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
-                await task
-            serving.cancel()
-        self.engine.bar.close()
+        with contextlib.closing(self.engine.bar):
+            async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
+                serving = group.create_task(self.engine.serve())
+                # At least one, so that serve starts: under FSDP2 it gathers weights with the other processes.
+                for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
+                    await task
+                serving.cancel()
 
     async def play(self, r, given=None):
         """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
@@ -1537,12 +1540,9 @@ def start_processes():
     torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too; where GPUs are fewer, they are shared.
-        gpu = os.environ["LOCAL_RANK"]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            gpus = visible.split(",")
-            gpu = gpus[int(gpu) % len(gpus)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        rank = os.environ["LOCAL_RANK"]
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", rank).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(rank) % len(gpus)]
         store, _, _ = next(dist.rendezvous("env://"))
         # It outlives a restart of the workers, which must not read what an earlier attempt wrote.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -1644,39 +1644,12 @@ def trained_weights(model):
 
 
 TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
-# Beginnings of the names of metrics that Run.record prints.
-SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "response_length/clip_ratio", "critic/vf_",
-         "val/")
+# What Run.record shows: name -> metric, of any source, and its format.
+SHOWN = {"reward": ("train/reward", ".3f"), "critic": ("critic/vf_explained_var", ".3f"),
+         "tok/s": ("rollout/throughput", ",.0f"), "pass@1": ("val/.+/pass@1", ".3f"),
+         "pass@n": ("val/.+/pass@(?!1$).+", ".3f"), "greedy": ("val/.+/greedy", ".3f")}
 # Of a sharded model: whole tensors on the CPU, without frozen ones. strict: a checkpoint lacks those.
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
-
-
-def sha256(path):
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush_to_disk(*paths):
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def take_lock(file):
-    """Lock a file until this process ends, however it does. BadInput where another process has it."""
-    import fcntl  # not on Windows
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        other = file.read() or "another process"
-        raise BadInput(f"--run-dir {Path(file.name).parent}: {other} is running in it") from None
-    except OSError as error:
-        print_rank_0(f"warning: {file.name} cannot be locked ({error}): a second run there goes unnoticed")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
 
 
 class Run:
@@ -1709,6 +1682,7 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
+        self.spoken = 0.0  # when a line was last written
         self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
@@ -1765,6 +1739,9 @@ class Run:
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
+        start = self.counters["iteration"]
+        self.progress = tqdm(total=total, initial=start, leave=False, dynamic_ncols=True,
+                             disable=RANK > 0 or None)
         if RANK:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
@@ -1775,13 +1752,11 @@ class Run:
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
-        start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.header | dict(
                 git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
                 script_sha256=self.meta["script_sha256"], checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
     def header(self):
@@ -1801,7 +1776,7 @@ class Run:
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
-        """Log numbers, all finite, with the times since the last record; print some."""
+        """Log numbers, all finite, with times since the last record; show some."""
         now = time.perf_counter()
         seconds = now - self.clock
         env_steps = self.counters["env_steps"] - self.env_steps_before
@@ -1822,9 +1797,31 @@ class Run:
         self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
         self.writer.flush()
         self.write(self.header | values)
-        shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+        cells = {}
+        for name, (pattern, form) in SHOWN.items():
+            found = [value for key, value in values.items() if re.fullmatch(pattern, key)]
+            if found:
+                cells[name] = f"{np.mean(found):{form}}"  # of all sources
+        self.progress.set_postfix(cells, refresh=False)
         self.progress.update(iteration - self.progress.n)
-        tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
+        # A table, of evaluations; where there is no bar, of every ten seconds too.
+        if values["time/eval"] or self.progress.disable and now > self.spoken + 10:
+            names = ["iteration", "time", *SHOWN, "eval"]
+            if not self.spoken:
+                tqdm.write("".join(map("{:>8}".format, names)))
+            cells["iteration"] = f"{iteration:9}"
+            cells["time"] = f"{values['wall_time_s']:,.0f} s"
+            cells["eval"] = f"{values['time/eval']:.1f} s"
+            tqdm.write("".join(f"{cells.get(name, ''):>8}" for name in names))
+            self.spoken = now
+
+    def finish(self):
+        """A tool says what was reached, and draws curve.png."""
+        self.progress.close()
+        # Nothing that happens there is an error of the run. Without a terminal, a short run goes without.
+        if RANK == 0 and (not self.progress.disable or time.perf_counter() > self.started + 10):
+            tool = Path(__file__).parent / "tools/report_run.py"
+            os.system(shlex.join([sys.executable, str(tool), str(self.dir)]))
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
@@ -1863,6 +1860,7 @@ class Run:
 
     def fail(self, error, evidence):
         """Write a receipt: traceback, meta line and evidence ({name: bytes}). Exits with an error."""
+        self.progress.close()
         trace_id = self.header["trace_id"]
         path = self.dir / "receipts" / f"{trace_id}:{RANK}"
         what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
@@ -2035,10 +2033,10 @@ def main(args):
             dcp.set_optimizer_state_dict(trained, optimizer, state.pop(name), options=FULL)
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
-    num_trained = sum(parameter.numel() for parameter in policy_weights + critic_weights)
+    size = sum(p.numel() for p in policy_weights + critic_weights)
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} replies; {num_trained:,} weights are trained on {device}; first an "
-                 f"evaluation of {min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
+                 f"{args.group_size} replies, on {device}; {size:,} weights; "
+                 f"evaluations: {min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
     if env.about:
         print_rank_0(env.about)
     rollouts = []
@@ -2152,6 +2150,8 @@ def main(args):
 
             # 6. Sync the sampler's weights; evaluate, log, checkpoint.
             ended = finish_iteration()
+        if iteration >= args.iterations:
+            run.finish()
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
