@@ -1802,9 +1802,9 @@ class Run:
 
     def finish(self):
         """A tool says what was reached, and draws curve.png."""
-        self.progress.close()
         # Nothing that happens there is an error of the run. Without a terminal, a short run goes without.
         if RANK == 0 and (not self.progress.disable or time.perf_counter() > self.started + 10):
+            self.progress.close()
             tool = Path(__file__).parent / "tools/report_run.py"
             os.system(shlex.join([sys.executable, str(tool), str(self.dir)]))
 
