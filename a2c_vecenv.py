@@ -319,8 +319,7 @@ def window_metrics(window, grad_norms, batch, args, env):
     return metrics
 
 
-# Machinery: processes, under torchrun. Each holds all weights and its share of the environments; losses and
-# gradients are those of one process.
+# Machinery: processes, under torchrun: all weights, a share of the environments; gradients as of one process.
 
 
 def start_processes():
@@ -706,7 +705,8 @@ def main(args):
             if finish_iteration(iteration):
                 break
         else:
-            run.finish()
+            if not args.self_test:  # whose folder goes
+                run.finish()
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, pixels.receipt_files(env, batch))
     if UNDER_TORCHRUN:
@@ -719,7 +719,7 @@ def self_test():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a test of the CPU
     with tempfile.TemporaryDirectory() as folder:
         metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=300,
-                            eval_every=0, run_dir=folder))
+                            eval_every=0, run_dir=folder, self_test=True))
     ok = metrics.get("eval/success_rate", 0.0) >= 0.95  # SIGTERM leaves it out
     print(json.dumps(dict(ok=ok) | metrics))
     return 0 if ok else 1
