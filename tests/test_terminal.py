@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
 
 import a2c_vecenv as a2c
 import grpo_llm
@@ -190,7 +191,7 @@ def test_at_a_terminal_a_bar_comes_and_goes_and_a_table_and_what_comes_next_stay
     assert plot_train_log.main(plot[2:]) == 0 and view_episodes.main(view[2:]) == 0
     assert all(Path(words[1]).samefile(ROOT / name) for words, name in (
         (plot, "tools/plot_train_log.py"), (view, "tools/view_episodes.py"), (evaluation, "grpo_llm.py")))
-    args = grpo_llm.tyro.cli(grpo_llm.Args, args=evaluation[2:])
+    args = tyro.cli(grpo_llm.Args, args=evaluation[2:])
     assert (args.model, args.iterations, args.run_dir) == ("my run/checkpoints/step_000003", 0, "")
     assert (args.eval_tasks, args.eval_samples, args.max_response_tokens) == (6, 2, 10)
 
