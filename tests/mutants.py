@@ -30,14 +30,14 @@ from tests import mutate  # noqa: E402
 # The tests that a file is for, the likeliest to fail first; then pytest's -k.
 TESTS = {
     "grpo_llm.py": (
-        "rl_maths crash draws updates checks flags rollout runs chat engines distributed",
+        "rl_maths crash draws updates checks flags rollout runs chat engines distributed terminal",
         "not ppo and not sft"),
     "ppo_llm.py": (
         "rl_maths crash draws updates checks flags runs rollout chat distributed",
         "not grpo and not sft"),
-    "sft.py": ("crash draws sft sft_data flags runs distributed", "not grpo and not ppo"),
+    "sft.py": ("crash draws sft sft_data flags runs distributed terminal", "not grpo and not ppo"),
     "a2c_vecenv.py": (
-        "a2c_maths crash flags runs a2c_runs a2c_distributed distributed",
+        "a2c_maths crash flags runs a2c_runs a2c_distributed distributed terminal",
         "not grpo and not ppo and not sft"),
     "envs/__init__.py": ("envs env_properties rows_files countdown logic text_envs", ""),
     "envs/chat.py": ("chat calls sft_data runs", "template or bad_input or chat or calls or sft_data"),
@@ -72,6 +72,7 @@ TESTS = {
     "tools/view_episodes.py": ("view_episodes", ""),
     "tools/dump_policy_gif.py": ("dump_policy_gif", ""),
     "tools/watch_run.py": ("watch_run", ""),
+    "tools/report_run.py": ("terminal", ""),
     "tools/": ("tools", ""),
     "docs/reading/": ("reading rl_maths", ""),
 }
@@ -132,6 +133,12 @@ MUTANTS = {
         "a prompt that just fits does not": ("0 < len(r.prompt_ids) <= self", "0 < len(r.prompt_ids) < self"),
         "sps of a resumed run": ("self.begin_record(time.perf_counter())", "self.begin_record(self.started)"),
         "two runs in one folder": ("if RANK == 0:  # where it fails", "if False:  # where it fails"),
+        "the bar stays": ("initial=start, leave=False", "initial=start, leave=True"),
+        "the bar of replies stays": ("contextlib.closing(self.engine.bar)", "contextlib.nullcontext()"),
+        "each record has a line": ("and now > self.spoken + 10", "and now > self.spoken"),
+        "one source for all": ("np.mean(found)", "found[0]"),
+        "a short run has last lines": ("> self.started + 10)", "> self.started)"),
+        "no last lines at a terminal": ("(not self.progress.disable or", "(False or"),
         "a model's code is run": ("str(path), trust_remote_code=False", "str(path)"),
         "cut by the context is not cut": ('("error", "length", "context") if', '("error", "length") if'),
         "failed ones are trained": ('else ("error",)', "else ()"),
@@ -796,6 +803,14 @@ MUTANTS = {
             'batch["advantages"] = whiten(advantages, mask)',
             'batch["advantages"] = whiten(advantages, torch.ones_like(mask))'),
         "padding is whitened": ("chosen = x[mask > 0]", "chosen = x"),
+    },
+    "tools/report_run.py": {
+        "the last figure is the first": ("-> {values[-1]:.3f}", "-> {values[0]:.3f}"),
+        "a best checkpoint is passed over": ("evaluation(meta, best or newest)", "evaluation(meta, newest)"),
+        "an evaluation into the run's folder": ("if flag not in NOT_OF_EVALUATION:", "if True:"),
+        "a picture of one iteration": ('if record["iteration"]}) > 1', 'if record["iteration"]}) > 0'),
+        "an adapter is a model": ('if args.get("lora_rank") or args.get("lora_adapter_path"):', "if False:"),
+        "folders with spaces": ("return shlex.quote(min(", "return str(min("),
     },
     "tools/track_run.py": {
         "only the first pattern": ("for pattern in patterns:", "for pattern in patterns[:1]:"),
