@@ -409,7 +409,7 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
-        self.spoken = 0.0  # when a line was last written
+        self.spoken = 0.0  # time of the last line
         self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
@@ -503,7 +503,7 @@ class Run:
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
-        """Log numbers, all finite, with times since the last record; show some."""
+        """Log numbers, all finite, with times since the last record."""
         now = time.perf_counter()
         seconds = now - self.clock
         env_steps = self.counters["env_steps"] - self.env_steps_before
@@ -543,7 +543,7 @@ class Run:
             self.spoken = now
 
     def finish(self):
-        """A tool says what was reached, and draws curve.png."""
+        """A tool says what was reached and draws curve.png."""
         # Nothing that happens there is an error of the run. Without a terminal, a short run goes without.
         if RANK == 0 and (not self.progress.disable or time.perf_counter() > self.started + 10):
             self.progress.close()

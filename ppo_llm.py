@@ -1682,7 +1682,7 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
-        self.spoken = 0.0  # when a line was last written
+        self.spoken = 0.0  # time of the last line
         self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
@@ -1776,7 +1776,7 @@ class Run:
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
-        """Log numbers, all finite, with times since the last record; show some."""
+        """Log numbers, all finite, with times since the last record."""
         now = time.perf_counter()
         seconds = now - self.clock
         env_steps = self.counters["env_steps"] - self.env_steps_before
@@ -1816,7 +1816,7 @@ class Run:
             self.spoken = now
 
     def finish(self):
-        """A tool says what was reached, and draws curve.png."""
+        """A tool says what was reached and draws curve.png."""
         # Nothing that happens there is an error of the run. Without a terminal, a short run goes without.
         if RANK == 0 and (not self.progress.disable or time.perf_counter() > self.started + 10):
             self.progress.close()
@@ -2033,10 +2033,10 @@ def main(args):
             dcp.set_optimizer_state_dict(trained, optimizer, state.pop(name), options=FULL)
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
-    size = sum(p.numel() for p in policy_weights + critic_weights)
+    num_trained = sum(parameter.numel() for parameter in policy_weights + critic_weights)
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} replies, on {device}; {size:,} weights; "
-                 f"evaluations: {min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
+                 f"{args.group_size} replies on {device}; {num_trained:,} weights; "
+                 f"evaluations: {min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1)")
     if env.about:
         print_rank_0(env.about)
     rollouts = []
