@@ -300,15 +300,23 @@ def test_each_source_has_a_line_with_its_first_and_last_figures(tmp_path, capsys
 def test_the_third_command_evaluates_or_shows_the_checkpoint(
         algo, given, expected, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/bin")
+    there = (Path(sys.executable).parent / "python").exists()
+    python = "python" if there else sys.executable
     run_of(tmp_path / "run", algo, [dict(iteration=4)], **given)
     lines = commands(said_of("run", capsys))
     if expected is None:
         assert len(lines) == 2
         return
-    python = "python" if report_run.shutil.which("python") == sys.executable else sys.executable
     root = os.path.relpath(ROOT) if len(os.path.relpath(ROOT)) < len(str(ROOT)) else ROOT
     whole = expected.format(python=python, root=root, checkpoint="run/checkpoints/step_000004")
     assert lines[2] == whole + ("--iterations 0 --print-samples 3" if whole.endswith(" ") else "")
+
+
+def test_where_python_is_another_one_the_commands_name_this_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines = commands(said_of(run_of(tmp_path / "run", "grpo", [dict(iteration=4)]), capsys))
+    assert all(line.startswith(f"{shlex.quote(sys.executable)} ") for line in lines)
 
 
 def test_of_sft_the_best_checkpoint_is_named_and_evaluated(tmp_path, capsys, monkeypatch):

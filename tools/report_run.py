@@ -41,8 +41,10 @@ def shortest(path: Path) -> str:
 
 
 def python(program: Path) -> str:
-    name = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
-    return f"{name} {shortest(program)}"
+    """The command that runs a program with this Python; torchrun calls it python3."""
+    found = Path(shutil.which("python") or "/")
+    is_this = found.parent == Path(sys.executable).parent and found.samefile(sys.executable)
+    return f"{'python' if is_this else shlex.quote(sys.executable)} {shortest(program)}"
 
 
 def reached(records: list[dict]) -> list[str]:
