@@ -107,12 +107,14 @@ def evaluation(meta: dict, checkpoint: Path) -> str | None:
     return f"{python(script)} {text} {shortest(checkpoint)} --iterations 0 --print-samples 3"
 
 
-def commands(run: Path, meta: dict) -> list[str]:
+def commands(run: Path, meta: dict, has_curves: bool) -> list[str]:
     """How to go on: plot, look at what it does, evaluate."""
     where = shortest(run)
     newest, best = kept_checkpoints(run)
-    found = [f"{python(ROOT / 'tools/plot_train_log.py')} --log {where} --x wall_time_s "
-             f"--out {shortest(run / 'train.png')}"]
+    found = []
+    if has_curves:
+        plot = python(ROOT / "tools/plot_train_log.py")
+        found.append(f"{plot} --log {where} --x wall_time_s --out {shortest(run / 'train.png')}")
     if episode_files(run):
         found.append(f"{python(ROOT / 'tools/view_episodes.py')} {where}")
     else:
@@ -156,14 +158,15 @@ def main(argv: list[str] | None = None) -> int:
     if best and best != newest:
         print(f"  of lowest val/loss: {shortest(best)}")
     failed = ""
-    if len({record["iteration"] for record in log.records if record["iteration"]}) > 1:
+    has_curves = len({record["iteration"] for record in log.records if record["iteration"]}) > 1
+    if has_curves:
         try:
             print(f"  curves: {shortest(draw(run))}")
         except Exception as error:
             failed = one_line(error)
             print(f"  warning: no curve.png: {failed}")
     print("To go on:")
-    for command in commands(run, log.meta):
+    for command in commands(run, log.meta, has_curves):
         print(f"  {command}")
     return 1 if failed else 0
 
