@@ -45,6 +45,7 @@ if sys.platform == "linux" and not Path("/proc/self/stat").exists():  # psutil r
 Message = dict
 
 ENVS = {
+    "agent": "envs.adapters.agent:Agent",
     "arcagi3": "envs.arcagi3:ArcAgi3",
     "countdown": "envs.countdown:Countdown",
     "logic": "envs.logic:Logic",
@@ -130,6 +131,8 @@ class Step:
 class Episode:
     """One attempt at one task."""
 
+    own_task: Task | None = None  # the task with the episode's own prompt, which is known since its start
+
     def step(self, reply: str, calls: list[dict] | None = None) -> Step:
         """Score a reply. Total: any text returns in bounded time, and none raises or is executed here.
 
@@ -162,6 +165,7 @@ class Env:
     splits = ("train", "test")  # disjoint by construction
     multi_turn = False  # True: a step may answer with messages and go on
     blocking = False  # True: a step waits for a process or a server, so that callers run it in a thread
+    threads = 8  # such steps at once
     # Words of all prompts and solutions, for a tokenizer with a token per word, which sft.py makes where a
     # model is made too (None: one of bytes).
     vocabulary: list[str] | None = None
@@ -272,8 +276,10 @@ async def in_thread(function: typing.Callable, *given):
     def work():
         try:
             future.set_result(function(*given))
+        except (OSError, RuntimeError, ValueError) as error:
+            future.set_exception(error)
         except BaseException as error:  # a StopIteration or a SystemExit has a meaning of its own to a loop
-            future.set_exception(error if isinstance(error, OSError) else RuntimeError(repr(error)))
+            future.set_exception(RuntimeError(repr(error)))
 
     def close_late(future):
         if future.exception() is None:
@@ -293,9 +299,10 @@ async def in_thread(function: typing.Callable, *given):
 class Calls:
     """Awaits what an environment does: in threads, some at a time, where it is `blocking`."""
 
-    def __init__(self, env: Env, threads: int = 8, longest_close: float = 10.0):
-        """threads: calls at once. longest_close: how long the closing of an episode is waited for [s]."""
-        self.blocking, self.longest_close, self.free = env.blocking, longest_close, asyncio.Semaphore(threads)
+    def __init__(self, env: Env, longest_close: float = 10.0):
+        """longest_close: how long the closing of an episode is waited for [s]."""
+        self.blocking, self.longest_close = env.blocking, longest_close
+        self.free = asyncio.Semaphore(env.threads)
 
     async def __call__(self, method: typing.Callable, *given):
         if not self.blocking:

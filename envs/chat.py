@@ -323,7 +323,7 @@ def says_something(reply: dict) -> bool:
     if decoded(reply.get("tool_calls")):
         return True
     texts = [reply.get(name) for name in ("content", "reasoning", *THOUGHT_FIELDS)]
-    return any(_without_marks(text) for text in texts if isinstance(text, str))
+    return any(without_marks(text) for text in texts if isinstance(text, str))
 
 
 # What a reply holds
@@ -376,7 +376,7 @@ def parse_reply(sampled: str, prompt: str, tokenizer, tools: list[dict] | None) 
         thought, answer, calls, _ = read_reply(sampled, prompt, style.forms, tools)
         message = {"role": "assistant", "content": answer.strip() if calls else answer}
         if thought:
-            message |= dict.fromkeys(THOUGHT_FIELDS, _without_marks(thought))
+            message |= dict.fromkeys(THOUGHT_FIELDS, without_marks(thought))
     if not calls and not message.get("content"):
         return {"role": "assistant", "content": opened_thought(prompt) + sampled}, []
     if calls:
@@ -403,7 +403,7 @@ def _by_library(sampled: str, prompt: str, tokenizer, tools) -> tuple[dict, list
         return {"role": "assistant", "content": ""}, []
 
 
-def _without_marks(thought: str) -> str:
+def without_marks(thought: str) -> str:
     for mark in (*THOUGHTS, *THOUGHTS.values(), "<|message|>", "<|end|>", "<|start|>assistant"):
         thought = thought.replace(mark, "")
     return thought.strip()

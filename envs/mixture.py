@@ -54,6 +54,7 @@ class Mixture(Env):
         self.pattern = [short for short, (_, weight) in weights.items() for _ in range(weight)]
         self.multi_turn = any(env.multi_turn for env in self.envs.values())
         self.blocking = any(env.blocking for env in self.envs.values())
+        self.threads = max(env.threads for env in self.envs.values())
         self.identity = "".join(env.identity for env in self.envs.values())
         words = [env.vocabulary for env in self.envs.values()]
         # A token per word is for one tokenizer that knows all of them; else one for bytes.
@@ -83,8 +84,11 @@ class Mixture(Env):
         return dataclasses.replace(task, id=f"{short}:{task.id}")
 
     def start(self, task: Task, seed: int) -> Episode:
-        env, task = self._own(task)
-        return env.start(task, seed)
+        env, own = self._own(task)
+        episode = env.start(own, seed)
+        if episode.own_task:
+            episode.own_task = dataclasses.replace(episode.own_task, id=task.id)
+        return episode
 
     def score_group(self, task: Task, conversations: list[list[Message]], steps: list[Step]) -> list[Step]:
         env, task = self._own(task)

@@ -293,8 +293,8 @@ class Part:
 class Table:
     """The rows that can be used, and what is wrong with the others."""
 
-    def __init__(self, config: Config, checks: bool):
-        self.config, self.checks = config, checks
+    def __init__(self, config: Config, checks: bool, source: str):
+        self.config, self.checks, self.source = config, checks, source
         self.parts = {}  # of each split
 
     def add(self, split: str, name: str, files: list, remark: str) -> None:
@@ -349,7 +349,10 @@ class Table:
                 raise ValueError(f"no column {name}{hint(name, row)}; it has {', '.join(map(str, row))}")
             return value
 
-        prompt = column(config.prompt)
+        if config.prompt:
+            prompt = column(config.prompt)
+        else:
+            prompt = json.dumps(row, default=str, ensure_ascii=False)
         try:
             prompt = envs.parsed_prompt(prompt)
         except ValueError as error:
@@ -375,9 +378,9 @@ class Table:
             data["guessable"] = programs.guess(data["answers"], row, data["question"])
         if config.id:
             name = str(column(config.id))
-        source = "rows"
+        source = self.source
         if config.source:
-            source = re.sub(r"[^\w./-]", "_", str(column(config.source))) or "rows"
+            source = re.sub(r"[^\w./-]", "_", str(column(config.source))) or self.source
         return Task(name, source, messages, data)
 
 
@@ -426,7 +429,9 @@ class Rows(Env):
     """One reply per row. A check says whether it is right; reward functions may say what it is worth."""
 
     Config = Config
+    source = "rows"
     scores_itself = False  # a kind of Env in which neither a check nor reward functions are needed
+    whole_rows = False  # one in which a row needs no column of a prompt, and is told from others by all of it
 
     def __init__(self, config: Config):
         if Path(config.system).suffix and os.path.isfile(config.system):  # a text may be too long for Path's
@@ -434,6 +439,7 @@ class Rows(Env):
                 config = dataclasses.replace(config, system=envs.read_text(config.system))
         super().__init__(config)
         check_option("rows", config, config.data, "data", f"a file ({', '.join(FILES)}), folder or hub id")
+        check_option("rows", config, config.prompt or self.whole_rows, "prompt", "a column")
         check_option("rows", config, config.check or config.rewards or self.scores_itself, "check",
                      f"one of {', '.join(CHECKS)}, where no rewards are given")
         check_option("rows", config, config.timeout > 0, "timeout", "more than 0")
@@ -459,7 +465,7 @@ class Rows(Env):
         return "\n".join(census.look(self, part)[0] for part in self.parts)
 
     def _read(self, config) -> Table:
-        table = Table(config, self.check is not None)
+        table = Table(config, self.check is not None, self.source)
         splits, split, remark = rows_of(config.data, config.split)
         table.add("train", config.data, splits[split], remark)
         if config.test and config.test not in splits:

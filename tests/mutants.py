@@ -55,6 +55,8 @@ TESTS = {
     "envs/adapters/": (
         "env_properties trl_env textarena openenv reasoning_gym verifiers mixture openspiel",
         ""),
+    "envs/adapters/agent.py": ("agent env_properties", "agent"),
+    "envs/adapters/endpoint.py": ("agent env_properties", "agent"),
     "envs/adapters/trl.py": ("trl_env env_properties rows", "not env_properties or trl"),
     "envs/logic/": ("logic env_properties text_envs", "logic"),
     "envs/openspiel/": ("openspiel env_properties text_envs", "openspiel"),
@@ -211,7 +213,7 @@ MUTANTS = {
         "the rate that is logged is the peak": (
             '"train/learning_rate": rate,', '"train/learning_rate": args.learning_rate,'),
         "a time limit in milliseconds": (
-            "asyncio.wait_for(self.play(r), limit)", "asyncio.wait_for(self.play(r), limit * 1000)"),
+            "self.args.episode_timeout or None)", "self.args.episode_timeout * 1000 or None)"),
         "the first server alone": (
             "itertools.cycle(self.args.vllm_url)", "itertools.cycle(self.args.vllm_url[:1])"),
         "bounds of the correction are ignored": (
@@ -563,6 +565,63 @@ MUTANTS = {
         "the first rows, not a sample": ("places[int(k * step)]", "places[k]"),
         "one form of an answer": ("for name, reply in given:", "for name, reply in given[:1]:"),
         "one answer of several": ("for answer in env.gold(task):", "for answer in env.gold(task)[:1]:"),
+    },
+    "envs/adapters/agent.py": {
+        "any reward solves": ("float(reward >= self.config.solved_at)", "float(reward > 0)"),
+        "the agent's own verdict is overruled": ('info.setdefault("correct", ', 'info.update(correct='),
+        "an answer that is empty is the last reply": (
+            "last_reply if answer is None else answer", "answer or last_reply"),
+        "a rewritten history goes on": (
+            "and len(request.history) > known and request.history[:known] == self.history)",
+            "and len(request.history) > known)"),
+        "other tools go on": ("self.request is None and request.tools == self.tools\n",
+                              "self.request is None\n"),
+        "an ended conversation goes on": ("return (self.live and self.request is None",
+                                          "return (self.request is None"),
+        "all is read again": ("new = request.messages[len(self.history):]", "new = request.messages[1:]"),
+        "calls are not in the history": ('said["tool_calls"] = [{"function": call} for call in calls]',
+                                         "pass"),
+        "the first conversation alone": ('if self.num_branches and self.env.config.train == "all":',
+                                         "if False:"),
+        "all conversations whatever is told": ('if self.num_branches and self.env.config.train == "all":',
+                                               "if self.num_branches:"),
+        "an agent that fails is worth nothing": ("if self.failure and not self.cut:", "if False:"),
+        "what was cut off has ended": ("step.terminated, step.truncated = not self.cut, bool(self.cut)",
+                                       "step.terminated, step.truncated = True, False"),
+        "who fails behind a limit is played again": ("if self.failure and not self.cut:",
+                                                     "if self.failure:"),
+        "a key outlives its episode": ("        self.env.endpoint.sessions.pop(self.key, None)\n", ""),
+        "no request is counted": ("            self.num_requests += 1\n", ""),
+        "any number waits": ("if len(self.waiting) >= MAX_WAITING:", "if False:"),
+        "one conversation at a time": (
+            "self.branches = [Conversation(request) for request in self.waiting]\n"
+            "        self.waiting = []", "self.branches = [Conversation(self.waiting.pop(0))]"),
+        "branches wait for ever": ("LATE):\n                break", "9e9):\n                break"),
+        "a branch is never over": (
+            "if not any(other.is_extended_by(request) for other in others):", "if False:"),
+        "exit codes are of no consequence": ("            if code:\n", "            if False:\n"),
+        "the first line is the reward": ("return lines[-1].strip()", "return lines[0].strip()"),
+        "a command outlives its episode": ("            self.cancel = lambda: kill(process.pid)\n", ""),
+        "a cut reply ends as others do": ('conversation.answer("", None, "length")',
+                                          'conversation.answer("", None)'),
+    },
+    "envs/adapters/endpoint.py": {
+        "several replies are promised": ('"n": (None, 1), ', ""),
+        "images are left out": (
+            '        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):\n',
+            "        if kind not in TEXT_PARTS:\n            continue\n        if False:\n"),
+        "answers of tools as they come": ("        if is_tool:\n", "        if False:\n"),
+        "any key will do": ('if scheme.lower() == "bearer" else None',
+                            'or [*self.endpoint.sessions.values(), None][0]'),
+        "spaces tell messages apart": ('" ".join(message["content"].split())', 'message["content"]'),
+        "arguments in another order are others": (
+            'json.dumps(call["function"]["arguments"], sort_keys=True)',
+            'json.dumps(call["function"]["arguments"])'),
+        "no developer": ('"developer": "system"', '"developer": "developer"'),
+        "calls are no reason to end": ('"delta": {}, "finish_reason": finish_reason}',
+                                       '"delta": {}, "finish_reason": "stop"}'),
+        "calls of a stream are one": ('{"index": index} | call', '{"index": 0} | call'),
+        "temperature is not named": ('SAMPLING = ("temperature", ', 'SAMPLING = ('),
     },
     "envs/adapters/trl.py": {
         "a turn too many": ("self.turns < self.env.config.max_turns",
