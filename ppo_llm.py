@@ -1537,7 +1537,7 @@ class VllmServers(Engine):
 def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
-    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
+    torch.empty(8_000_000)  # 32 MB: from then on glibc keeps freed memory for the next pass
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too; where GPUs are fewer, they are shared.
         rank = os.environ["LOCAL_RANK"]
@@ -1548,7 +1548,7 @@ def start_processes():
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
+                                timeout=timedelta(hours=2))  # a rollout or encoding may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -1656,7 +1656,7 @@ class Run:
     """A run folder and counters. One that holds a checkpoint is continued. Rank 0 writes all but errors."""
 
     def __init__(self, args, algo, env, **identity):
-        """identity: what a continued run must share beside its flags, such as a hash of the model."""
+        """identity: what a continued run must share beside its flags, such as a model's hash."""
         self.args = args
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
@@ -1665,15 +1665,15 @@ class Run:
         with as_bad_input(f"--run-dir {self.dir}: expected a folder to write into, or a new name"):
             # Of two runs that begin in the same second without a --run-dir, one ends here.
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
-            self.lock = (self.dir / "lock").open("a+")  # locked while it is open
-            self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
+            self.lock = (self.dir / "lock").open("a+")  # locked while open
+            self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # line by line
         if RANK == 0:  # where it fails, torchrun ends the others
             take_lock(self.lock)
         self.log.seek(0)
         first_line = self.log.readline()
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
-        if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
+        if self.checkpoints or first_line.endswith("\n"):  # else it was cut short
             self.check_same_run(first_line)
         self.state = self.load_state()
         self.checkpoint = str(self.checkpoints[-1]) if self.checkpoints else None
@@ -1682,11 +1682,11 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
-        self.spoken = 0.0  # time of the last line
+        self.spoken = 0.0  # of the last line
         self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
-        """Refuse, by name, whatever would change the result of the run that is continued."""
+        """Refuse, by name, whatever would change the result of a continued run."""
         with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
             self.meta["run_id"] = old["run_id"]
@@ -1705,7 +1705,7 @@ class Run:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
     def load_state(self):
-        """-> the trainer's state in the newest checkpoint that is whole; damaged ones leave the list."""
+        """-> the trainer's state in the newest whole checkpoint; damaged ones leave the list."""
         if not self.checkpoints:
             return dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints:
@@ -1725,7 +1725,7 @@ class Run:
         raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged")
 
     def open(self, total):
-        """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
+        """On rank 0: the meta line; or cut the log at the checkpoint, with a resume line."""
         git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
@@ -1746,7 +1746,7 @@ class Run:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
-        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else ('{"trace_id"',)  # as these lines begin
+        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else ('{"trace_id"',)  # how lines begin
         lines = [line for line in self.log if line.startswith(kept) and line.endswith("\n")]
         self.log.truncate(self.state["log_bytes"])
         if not self.checkpoint:
@@ -1832,11 +1832,11 @@ class Run:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
-        pointer = folder.with_name(".state.json.writing")  # it names the last checkpoint
+        pointer = folder.with_name(".state.json.writing")  # names the last one
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
-            temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
+            temporary.mkdir(exist_ok=True)  # a kill may have left it
             for part in parts:
                 part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
