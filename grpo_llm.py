@@ -1667,7 +1667,7 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
-        self.spoken = 0.0  # of the last line
+        self.spoken_at = 0.0
         self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
@@ -1731,7 +1731,7 @@ class Run:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
-        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else ('{"trace_id"',)  # how lines begin
+        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else ('{"trace_id"',)  # as these lines begin
         lines = [line for line in self.log if line.startswith(kept) and line.endswith("\n")]
         self.log.truncate(self.state["log_bytes"])
         if not self.checkpoint:
@@ -1790,15 +1790,15 @@ class Run:
         self.progress.set_postfix(cells, refresh=False)
         self.progress.update(iteration - self.progress.n)
         # A table, of evaluations; where there is no bar, of every ten seconds too.
-        if values["time/eval"] or self.progress.disable and now > self.spoken + 10:
+        if values["time/eval"] or self.progress.disable and now > self.spoken_at + 10:
             names = ["iteration", "time", *SHOWN, "eval"]
-            if not self.spoken:
+            if not self.spoken_at:
                 tqdm.write("".join(map("{:>8}".format, names)))
             cells["iteration"] = f"{iteration:9}"
             cells["time"] = f"{values['wall_time_s']:,.0f} s"
             cells["eval"] = f"{values['time/eval']:.1f} s"
             tqdm.write("".join(f"{cells.get(name, ''):>8}" for name in names))
-            self.spoken = now
+            self.spoken_at = now
 
     def finish(self):
         """A tool says what was reached and draws curve.png."""

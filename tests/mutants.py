@@ -137,7 +137,7 @@ MUTANTS = {
         "two runs in one folder": ("if RANK == 0:  # where it fails", "if False:  # where it fails"),
         "the bar stays": ("initial=start, leave=False", "initial=start, leave=True"),
         "the bar of replies stays": ("contextlib.closing(self.engine.bar)", "contextlib.nullcontext()"),
-        "each record has a line": ("and now > self.spoken + 10", "and now > self.spoken"),
+        "each record has a line": ("and now > self.spoken_at + 10", "and now > self.spoken_at"),
         "one source for all": ("np.mean(found)", "found[0]"),
         "a short run has last lines": ("> self.started + 10)", "> self.started)"),
         "no last lines at a terminal": ("(not self.progress.disable or", "(False or"),
