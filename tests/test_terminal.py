@@ -35,7 +35,7 @@ from tests.run_folders import (
     train,
     write_jsonl,
 )
-from tools import plot_train_log, report_run, view_episodes
+from tools import report_run, view_episodes
 
 ALL = [grpo_llm, ppo_llm, sft, a2c]
 # The columns of the table and the metrics that they show.
@@ -103,7 +103,7 @@ def test_of_several_sources_the_table_has_the_mean(tmp_path, capsys):
 
 def test_without_a_terminal_ten_seconds_pass_between_lines(tmp_path, capsys, monkeypatch):
     slow_clock(monkeypatch, 0.7)
-    folder = train(grpo_llm, tmp_path / "run", iterations=9, eval_every=0, eval_tasks=1)
+    folder = train(a2c, tmp_path / "run", iterations=40, eval_every=0)
     rows = table(capsys.readouterr().out)[1]
     expected, last = [], -np.inf
     for record in records(folder):
@@ -111,7 +111,7 @@ def test_without_a_terminal_ten_seconds_pass_between_lines(tmp_path, capsys, mon
             expected.append(record["iteration"])
             last = record["wall_time_s"]
     assert [int(row["iteration"]) for row in rows] == expected
-    assert 3 < len(expected) < 9 and rows[1]["reward"] and not rows[1]["pass@1"]
+    assert 3 < len(expected) < 20 and rows[1]["return"] and not rows[1]["score"]
 
 
 # At a terminal
@@ -188,7 +188,7 @@ def test_at_a_terminal_a_bar_comes_and_goes_and_a_table_and_what_comes_next_stay
         "  checkpoint: 'my run/checkpoints/step_000003'", "  curves: 'my run/curve.png'"]
     assert Path("my run/curve.png").read_bytes().startswith(b"\x89PNG")
     plot, view, evaluation = map(shlex.split, commands(lines))
-    assert plot_train_log.main(plot[2:]) == 0 and view_episodes.main(view[2:]) == 0
+    assert view_episodes.main(view[2:]) == 0
     assert all(Path(words[1]).samefile(ROOT / name) for words, name in (
         (plot, "tools/plot_train_log.py"), (view, "tools/view_episodes.py"), (evaluation, "grpo_llm.py")))
     args = tyro.cli(grpo_llm.Args, args=evaluation[2:])
