@@ -776,7 +776,7 @@ EPISODE_RETRIES = 2  # times that an episode is played again because its environ
 
 def episode_reward(rollout: Rollout) -> float:
     """The scalar to maximise: edit here, or point --reward-fn at a function of the same form. One
-    whose parameter is named `rollouts` sees all episodes of a task and returns a list: docs/rewards.md.
+    with a parameter `rollouts` gets all episodes of a task: docs/rewards.md.
 
     rollout.steps are the environment's, their .info the named parts, rollout.messages the conversation. A
     reply that is cut by the length limit is no step; Episode.end scores the state before it.
@@ -895,14 +895,15 @@ class Player:
                 if not given:
                     episode = await self.call(self.env.start, r.task, self.args.seed)
                     if episode.own_task:  # with another prompt
-                        ((r.task, r.prompt_text, r.prompt_ids),) = self.prompts([episode.own_task])
+                        r.task = episode.own_task
+                        _, r.prompt_text, r.prompt_ids = next(self.prompts([r.task]))
                         r.begin(attempt)
                 r.termination = await self.play_turns(r, episode)
                 if r.turns and r.termination in ("length", "context", "turns"):
                     # The script's own limit: the environment scores what there is.
                     if step := await self.call(episode.end, r.termination):
                         earned = 0.0
-                        if len(r.steps) == len(r.turns):  # the last reply had a step, which this one replaces
+                        if len(r.steps) == len(r.turns):  # its last step is replaced
                             earned = r.steps.pop().reward
                         r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
                 return
@@ -1791,13 +1792,12 @@ class Run:
         self.progress.update(iteration - self.progress.n)
         # A table, of evaluations; where there is no bar, of every ten seconds too.
         if values["time/eval"] or self.progress.disable and now > self.spoken_at + 10:
-            names = ["iteration", "time", *SHOWN, "eval"]
+            row = {"iteration": f"{iteration:9}", "time": f"{values['wall_time_s']:,.0f} s"}
+            row |= dict.fromkeys(SHOWN, "") | cells
+            row["eval"] = f"{values['time/eval']:.1f} s"
             if not self.spoken_at:
-                tqdm.write("".join(map("{:>8}".format, names)))
-            cells["iteration"] = f"{iteration:9}"
-            cells["time"] = f"{values['wall_time_s']:,.0f} s"
-            cells["eval"] = f"{values['time/eval']:.1f} s"
-            tqdm.write("".join(f"{cells.get(name, ''):>8}" for name in names))
+                tqdm.write("".join(map("{:>8}".format, row)))
+            tqdm.write("".join(map("{:>8}".format, row.values())))
             self.spoken_at = now
 
     def finish(self):

@@ -1172,13 +1172,12 @@ class Run:
         self.progress.update(iteration - self.progress.n)
         # A table, of evaluations; where there is no bar, of every ten seconds too.
         if values["time/eval"] or self.progress.disable and now > self.spoken_at + 10:
-            names = ["iteration", "time", *SHOWN, "eval"]
+            row = {"iteration": f"{iteration:9}", "time": f"{values['wall_time_s']:,.0f} s"}
+            row |= dict.fromkeys(SHOWN, "") | cells
+            row["eval"] = f"{values['time/eval']:.1f} s"
             if not self.spoken_at:
-                tqdm.write("".join(map("{:>8}".format, names)))
-            cells["iteration"] = f"{iteration:9}"
-            cells["time"] = f"{values['wall_time_s']:,.0f} s"
-            cells["eval"] = f"{values['time/eval']:.1f} s"
-            tqdm.write("".join(f"{cells.get(name, ''):>8}" for name in names))
+                tqdm.write("".join(map("{:>8}".format, row)))
+            tqdm.write("".join(map("{:>8}".format, row.values())))
             self.spoken_at = now
 
     def finish(self):
