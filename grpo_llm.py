@@ -860,7 +860,6 @@ class Player:
 
     async def play_all(self, rollouts):
         """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
-        limit = self.args.episode_timeout
         waiting = iter(rollouts)  # all workers draw from it
         self.engine.begin_rollout(self.args.max_concurrent or len(rollouts))
         # Of replies: how many an episode of several turns has is not known.
@@ -870,7 +869,7 @@ class Player:
         async def worker():
             for r in waiting:
                 try:
-                    await (asyncio.wait_for(self.play(r), limit) if limit else self.play(r))
+                    await asyncio.wait_for(self.play(r), self.args.episode_timeout or None)
                 except TimeoutError:
                     r.termination = "timeout"
             self.engine.leave()
@@ -938,12 +937,10 @@ class Player:
                 step = await self.call(episode.resume, await self.play_children(r, step.children))
             r.steps.append(step)
             r.messages += step.messages
-            if (step.terminated or step.truncated) and step.info.get("error") == 1:
-                return "error"
-            if step.terminated:
-                return "done"
-            if step.truncated:
-                return "truncated"
+            if step.terminated or step.truncated:
+                if step.info.get("error") == 1:
+                    return "error"
+                return "done" if step.terminated else "truncated"
             if len(r.turns) == self.args.max_turns:
                 return "turns"
             if not observe(r, self.tokenizer, self.args):

@@ -276,8 +276,10 @@ async def in_thread(function: typing.Callable, *given):
     def work():
         try:
             future.set_result(function(*given))
+        except (OSError, RuntimeError, ValueError) as error:
+            future.set_exception(error)
         except BaseException as error:  # a StopIteration or a SystemExit has a meaning of its own to a loop
-            future.set_exception(error if isinstance(error, OSError) else RuntimeError(repr(error)))
+            future.set_exception(RuntimeError(repr(error)))
 
     def close_late(future):
         if future.exception() is None:

@@ -205,7 +205,7 @@ MUTANTS = {
         "the rate that is logged is the peak": (
             '"train/learning_rate": rate,', '"train/learning_rate": args.learning_rate,'),
         "a time limit in milliseconds": (
-            "asyncio.wait_for(self.play(r), limit)", "asyncio.wait_for(self.play(r), limit * 1000)"),
+            "self.args.episode_timeout or None)", "self.args.episode_timeout * 1000 or None)"),
         "the first server alone": (
             "itertools.cycle(self.args.vllm_url)", "itertools.cycle(self.args.vllm_url[:1])"),
         "bounds of the correction are ignored": (

@@ -105,6 +105,17 @@ class Box:
 class NoTools:
     def reset(self, **row):
         pass
+
+def asks_twice(task, base_url, api_key):
+    """Of the answer's letters those that one of two replies has."""
+    from tests.agent_client import Client
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for _ in range(2):
+        messages += [Client(base_url, api_key)(messages), {"role": "user", "content": "And?"}]
+        if not messages[1]["content"]:
+            return 0
+    return sum(letter in messages[1]["content"] + messages[3]["content"]
+               for letter in task["answer"]) / len(task["answer"])
 '''
 
 
@@ -183,6 +194,18 @@ def boxed(bound, functions, check, env, task):
         replies = [put(letters[:1] or "-"), put(letters[1:] or "-"), (reply, [])]
         attempts.append((replies, int(correct), reward))
     return attempts
+
+
+def asked_twice(bound, env, task):
+    """Halves of a reply, in its two turns."""
+    answer = task.data["row"]["answer"]
+    return [([reply[:2], reply[2:]], int(share(answer, reply) >= bound), share(answer, reply))
+            for reply in replies_of_letters(task) if reply]
+
+
+def asked_once_and_checked(env, task):
+    return [([reply], int(reply == answer), float(reply == answer)) for answer in [task.data["row"]["answer"]]
+            for reply in replies_of_letters(task)]
 
 
 # ---- Replies of the environments that come with this
@@ -350,6 +373,11 @@ def functions(folder, *names):
     return ",".join(f"{folder}/functions.py:{name}" for name in names)
 
 
+def agent(folder, program="functions.py:asks_twice", **options):
+    program = f"{folder}/{program}" if ".py:" in program else program
+    return dict(data=f"{folder}/words.jsonl", program=program, prompt="prompt") | options
+
+
 def two_functions(name, folder, **options):
     """The first one says what is correct."""
     return options | dict(data=f"{folder}/{name}.jsonl", weights="2,0.5",
@@ -378,6 +406,12 @@ def rows_and_trl(folder):
 sandboxed = pytest.mark.slow
 # name in envs.ENVS -> what it is called here -> Case. Names of one class are one environment.
 CASES = {
+    "agent": {
+        "": Case(agent, functools.partial(asked_twice, 1), solved=False),
+        "low": Case(functools.partial(agent, solved_at=0.7), functools.partial(asked_twice, 0.7),
+                    solved=False),
+        "check": Case(functools.partial(agent, program="tests.agent_client:run", check="exact"),
+                      asked_once_and_checked, solved=False)},
     "countdown": {
         "": Case(given(test_tasks=100), without_last_step, problem_of, 200),
         "all-operators": Case(given(style="r1", operators="+-*/", max_operands=4, test_tasks=60),

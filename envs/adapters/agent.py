@@ -5,7 +5,7 @@
 For each episode run(task, base_url, api_key) is called, where task is a row of the data. It asks base_url,
 where the policy answers, with any client of OpenAI's chat completions, and returns a reward, or a dict with
 reward, correct and other numbers. What it asks first is the episode's prompt. A request whose messages go on
-from what the model has seen extends these tokens. Any other (a rewritten history, another conversation) begins
+from what the model has seen extends these tokens. Any other (a rewritten history, another conversation) has
 a conversation of its own, which is played as a sub-agent. docs/agent.md has examples, limits and faults.
 """
 
@@ -22,7 +22,9 @@ import resource
 import secrets
 import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from typing import Literal
@@ -34,6 +36,7 @@ from envs.calls import FORMS
 from envs.chat import read_reply, without_marks
 
 QUIET = 0.02  # so long no further request comes, before the new ones are played together [s]
+LATE = 0.1  # so long a conversation may go on while others of its run wait for the policy [s]
 MAX_WAITING = 64  # requests of an episode that wait at once
 MAX_OUTPUT = 2**16  # of a command, from its end [bytes]
 OVER = "the episode is over"
@@ -85,7 +88,6 @@ class Agent(rows.Rows):
         check_option("agent", config, not config.rewards, "rewards", "none, as the agent returns its reward")
         super().__init__(config)
         self.blocking = True
-        self.program = self.run_command
         if config.program:
             self.program = load_object(config.program, "environment agent: option program")
             if not callable(self.program):
@@ -118,33 +120,10 @@ class Agent(rows.Rows):
             warnings.warn(f"environment agent: ignored in the agent's requests: {', '.join(new)}; the policy "
                           "is sampled as it is trained (--temperature, --max-response-tokens)", stacklevel=2)
 
-    async def run_command(self, task: dict, base_url: str, api_key: str):
-        """The last line of what the command prints. RuntimeError: it ended with another exit code than 0."""
-        keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-ISc", STARTER, str(os.getpid()), *shlex.split(self.config.command),
-            env=os.environ | keys, start_new_session=True, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
-        try:
-            outputs = asyncio.gather(end_of(process.stdout), end_of(process.stderr))
-            try:
-                process.stdin.write(envs.to_json(task))
-                await process.stdin.drain()
-                process.stdin.close()
-            except OSError:  # it does not read
-                pass
-            said, complaints = await outputs
-            code = await process.wait()
-        finally:
-            kill(process.pid)
-        if code:
-            raise RuntimeError(f"exit code {code}: {last_line(complaints) or last_line(said)}")
-        return last_line(said)
-
     def verdict(self, task: Task, returned, last_reply: str) -> Step:
         """What a run was worth. BadInput: the agent returned something else than was expected."""
         info = {}
-        where = f"environment agent: {self.config.program or self.config.command}, row {task.id}"
+        where = f"environment agent: row {task.id}"
         if self.config.command and not self.check:
             try:
                 returned = json.loads(returned)
@@ -180,20 +159,16 @@ def prepare_process() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-async def end_of(stream) -> str:
-    """What comes out of a stream, at most MAX_OUTPUT from its end."""
-    kept = b""
-    while piece := await stream.read(MAX_OUTPUT):
-        kept = (kept + piece)[-MAX_OUTPUT:]
-    return kept.decode(errors="replace")
-
-
-def last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
+def end_of(file) -> str:
+    """The last line that says something, of at most MAX_OUTPUT from the end of a file."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_OUTPUT))
+    lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
 
 
 def kill(group: int) -> None:
+    """A process and those that it has started."""
     try:
         os.killpg(group, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -289,7 +264,10 @@ class Run:
         failure, returned = "", None
         try:
             row = copy.deepcopy(self.task.data["row"])
-            returned = self.env.program(row, base_url=self.env.endpoint.url, api_key=self.key)
+            if self.env.config.command:
+                returned = self.run_command(row)
+            else:
+                returned = self.env.program(row, self.env.endpoint.url, self.key)
             if inspect.isawaitable(returned):
                 returned = asyncio.run(self.awaited(returned))
         except BaseException as error:  # it is anybody's code, and SystemExit is how programs end
@@ -312,6 +290,26 @@ class Run:
         if self.over:
             raise RuntimeError(OVER)
         return await returned
+
+    def run_command(self, task: dict) -> str:
+        """The last line that the command prints. RuntimeError: it ended with another exit code than 0."""
+        command = [sys.executable, "-ISc", STARTER, str(os.getpid()), *shlex.split(self.env.config.command)]
+        keys = {"OPENAI_BASE_URL": self.env.endpoint.url, "OPENAI_API_KEY": self.key}
+        files = [tempfile.TemporaryFile() for _ in range(3)]
+        with files[0] as given, files[1] as out, files[2] as err:
+            given.write(envs.to_json(task) + b"\n")
+            given.seek(0)
+            process = subprocess.Popen(command, env=os.environ | keys, stdin=given, stdout=out, stderr=err,
+                                       start_new_session=True)
+            self.cancel = lambda: kill(process.pid)
+            if self.over:
+                self.cancel()
+            code = process.wait()
+            self.cancel()  # what it has left behind
+            self.cancel = lambda: None
+            if code:
+                raise RuntimeError(f"exit code {code}: {end_of(err) or end_of(out)}")
+            return end_of(out)
 
     # In the server's thread
 
@@ -388,19 +386,33 @@ class Run:
         return Step([], 0.0, False, False, {}, children=tuple(children))
 
     def next_of_branch(self, branch: Conversation) -> Step:
-        """What its model reads next; or its end, where a request goes on from none of the branches."""
-        self.wait(lambda: not branch.live or any(self.concerns(branch, one) for one in self.waiting))
+        """What its model reads next; or its end, where a request goes on from none of the branches.
+
+        Others may be answered only once this one asks too, or is over: then it does not wait long.
+        """
+        while not self.over and not self.concerns(branch):
+            if not self.others_ask(branch):
+                self.wait(lambda: self.concerns(branch) or self.others_ask(branch))
+            elif not self.changed.wait_for(lambda: self.over or self.concerns(branch), LATE):
+                break
+        self.changed.notify_all()
         for request in self.waiting:
             if branch.is_extended_by(request):
                 self.waiting.remove(request)
                 return branch.extend(request)
         branch.live = False
-        self.changed.notify_all()
         return Step([], 0.0, True, False, {})
 
-    def concerns(self, branch: Conversation, request: Request) -> bool:
+    def concerns(self, branch: Conversation) -> bool:
+        """Whether a branch must go on or end: a request waits that goes on from no other."""
         others = [other for other in self.branches if other is not branch]
-        return not any(other.is_extended_by(request) for other in others)
+        for request in self.waiting:
+            if not any(other.is_extended_by(request) for other in others):
+                return True
+        return not branch.live
+
+    def others_ask(self, branch: Conversation) -> bool:
+        return any(other.request for other in self.branches if other is not branch)
 
     def more_come(self) -> bool:
         """Whether the agent asks more, or ends, before it has been QUIET."""
