@@ -1,12 +1,12 @@
-"""Agents of libraries that ask a chat endpoint: each looks a price up by a tool, then says what it makes.
+"""Agents of libraries: each lets the model look a price up by a tool, and its last reply is judged.
 
-    python tests/agent_programs.py openai < task.json    # with OPENAI_BASE_URL and OPENAI_API_KEY, as --env agent does
+    python tests/agent_programs.py openai < task.json    # with OPENAI_BASE_URL and OPENAI_API_KEY
 
-The task is {"question", "item", "price", "answer"}. The last line is the reward. What each prints before it
-goes to standard error. tests/test_agent_clients.py plays them.
+A task is {"question", "item", "price", "answer"}. tests/test_agent_clients.py plays them.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -69,8 +69,9 @@ def openai_stream(task):
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["question"]}]
     while True:
         content, calls = "", {}
-        for chunk in client.chat.completions.create(model="policy", messages=messages, tools=[TOOL], stream=True,
-                                                    stream_options={"include_usage": True}):
+        chunks = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL], stream=True,
+                                                stream_options={"include_usage": True})
+        for chunk in chunks:
             if not chunk.choices:
                 assert chunk.usage.total_tokens
                 continue
@@ -198,18 +199,75 @@ def smolagents(task):
         def forward(self, item: str) -> str:
             return price(task, item)
 
+    # With another name it would send `stop`, which is not served.
     model = OpenAIServerModel("gpt-5", api_base=os.environ["OPENAI_BASE_URL"],
                               api_key=os.environ["OPENAI_API_KEY"])
     return str(ToolCallingAgent([Price()], model, max_steps=4).run(task["question"]))
 
 
+async def many(task, base_url, api_key):
+    """For --env agent's program: hundreds of these are played at once."""
+    from openai import AsyncOpenAI
+
+    messages = [{"role": "user", "content": task["question"]}]
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        while True:
+            reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+            said = reply.choices[0].message
+            messages.append(said)
+            if not said.tool_calls:
+                return float(said.content.split()[-1:] == [str(task["answer"])])
+            messages += answers_of(task, said)
+
+
+def errors(task):
+    """What is not served raises what it raises at OpenAI's."""
+    import openai as library
+
+    client = library.OpenAI(max_retries=0)
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    hello = [{"role": "user", "content": "hello"}]
+
+    def ask(client, **change):
+        return client.chat.completions.create(model="policy", **{"messages": hello} | change)
+
+    found = []
+    for asked, change in ((client, {"n": 2}), (client, {"stop": ["\n"]}),
+                          (client, {"messages": [{"role": "user", "content": [picture]}]}),
+                          (library.OpenAI(api_key="sk-1", max_retries=0), {})):
+        try:
+            ask(asked, **change)
+        except library.APIStatusError as error:
+            found.append(f"{type(error).__name__} {error.body['message']}")
+    try:
+        client.responses.create(model="policy", input="hello")
+    except library.NotFoundError as error:
+        found.append(f"{type(error).__name__} {error.body['message']}")
+    ask(client)
+    raise SystemExit(" | ".join(found))  # so that it is told
+
+
+def too_long(task):
+    """After a reply that had no end nothing is answered."""
+    import openai as library
+
+    client = library.OpenAI(max_retries=0)
+    hello = [{"role": "user", "content": "hello"}]
+    choice = client.chat.completions.create(model="policy", messages=hello).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("length", "")
+    try:
+        client.chat.completions.create(model="policy", messages=hello)
+    except library.BadRequestError as error:
+        assert error.code == "context_length_exceeded"
+        return str(task["answer"])
+
+
 CLIENTS = {function.__name__: function for function in (
     openai, openai_async, openai_stream, openai_helper, openai_agents, openai_agents_stream, pydantic_ai,
-    pydantic_ai_stream, langgraph, litellm, smolagents)}
+    pydantic_ai_stream, langgraph, litellm, smolagents, errors, too_long)}
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    sys.stdout, out = sys.stderr, sys.stdout
-    said = CLIENTS[sys.argv[1]](given)
-    print(said)
-    print(json.dumps({"reward": float(said.split()[-1] == str(given["answer"]))}), file=out)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print what they like
+        last = CLIENTS[sys.argv[1]](given)
+    print(json.dumps({"reward": float((last or "").split()[-1:] == [str(given["answer"])])}))

@@ -1,4 +1,4 @@
-"""An agent for the openai client: it asks for a sum, lets the model look a price up, and checks what it says."""
+"""An agent for the openai client: the model may look a price up, and is to say what it makes with a number."""
 
 import json
 
