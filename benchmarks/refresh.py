@@ -105,8 +105,8 @@ AGENT = (
     f"python -m docs.agent.shop_env {RUNS}/shop/rows.jsonl",
     f"python sft.py --env docs/agent/shop_env.py:Shop --env-kwargs {SHOP} --batch-size 64 --steps 800 "
     f"--eval-every 0 --checkpoint-every 800 --max-response-tokens 10 --run-dir {RUNS}/shop/sft",
-    *seeds(f"python grpo_llm.py --env docs/agent/shop_env.py:Shop --env-kwargs {SHOP} {SHOP_RUN} --seed {{s}} "
-           f"--run-dir {RUNS}/shop/class/s{{s}}"),
+    *seeds(f"python grpo_llm.py --env docs/agent/shop_env.py:Shop --env-kwargs {SHOP} {SHOP_RUN} "
+           f"--seed {{s}} --run-dir {RUNS}/shop/class/s{{s}}"),
     *seeds(f"python grpo_llm.py --env agent --env-kwargs program=docs/agent/shop_openai.py:run {SHOP} "
            f"{SHOP_RUN} --seed {{s}} --run-dir {RUNS}/shop/agent/s{{s}}"))
 
@@ -204,7 +204,8 @@ FIGURES = (
           "--title 'GRPO on whole games of hex 4x4 against random play, 3 seeds'", needs="pyspiel"),
     curve("agent", "grpo_llm.py sft.py docs/agent envs/adapters/agent.py envs/adapters/endpoint.py", 8, AGENT,
           f"--log {three('shop/agent')} --control {three('shop/class')} --control-label 'an Env class' "
-          "--panel 'held out' --title 'An agent of the openai client, 3 seeds, one CPU core'", needs="openai"),
+          "--panel 'held out' --title 'An agent of the openai client, 3 seeds, one CPU core'",
+          needs="openai"),
     Figure("arcagi3", ("docs/figures/arcagi3.gif",), ("envs/arcagi3",), "drawn", 0.2, (
         f"python tools/run_arc_eval.py --game-id maze-17 --scripted --out {RUNS}/arcagi3",
         f"cp {RUNS}/arcagi3/frames.gif docs/figures/arcagi3.gif")),

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from envs import Episode, Step, rows
 
-ITEMS = ("apple pear plum fig lime lemon melon kiwi grape peach cherry mango papaya olive onion leek bean pea "
-         "corn beet chard cress kale rice oat rye wheat bread bun roll cake pie tart jam honey tea milk cream "
-         "butter cheese egg ham fish salt sugar oil soup stew").split()
+ITEMS = ("apple pear plum fig lime lemon melon kiwi grape peach cherry mango papaya olive onion leek bean "
+         "pea corn beet chard cress kale rice oat rye wheat bread bun roll cake pie tart jam honey tea milk "
+         "cream butter cheese egg ham fish salt sugar oil soup stew").split()
 NUMBERS = range(1, 11)  # prices, and what is added
 TOOLS = [{"type": "function", "function": {
     "name": "price", "description": "What an item costs.", "parameters": {

@@ -1,4 +1,4 @@
-"""An agent for the openai client: the model may look a price up, and is to say what it makes with a number."""
+"""An agent for the openai client: the model may look a price up, and says what it makes with a number."""
 
 import json
 
