@@ -1,24 +1,27 @@
 """What an agent behind an endpoint costs: rollouts of --env agent beside the same task as an Env class.
 
-    python benchmarks/agent.py                                        # the table
-    python benchmarks/agent.py --out benchmarks/results/agent.csv     # ours: with pip install openai
+    python benchmarks/agent.py                 # the table; the openai client's sides, where it is installed
+    python benchmarks/agent.py --out FILE.csv
 
 A Countdown problem of models/countdown-tiny; a reply that does not end with the target is answered by the
 problem once more, and the second one counts. The sides play the same episodes, token by token:
 
-    class         an Env class
-    bare          a function that asks by http.client, one connection for each episode
-    openai        the openai client, made anew in each episode
-    openai, shared    the same with one http client for all
-    command       `bare` as a program, a process for each episode
+    class             an Env class
+    bare              a function that asks by http.client, one connection for each episode
+    openai, shared    the openai client, one http client for all episodes
+    openai            the same, with an http client of its own in each episode
+    command           `bare` as a program, a process for each episode
 
 They take turns, and a ratio is the median of the turns' ratios, in CPU time of this process and of those that
-it starts. The time of a request is what a side takes more than `class` by the number of its requests.
+it starts. The time of a request is what a side takes more than `class`, by the number of requests. `no
+episode` is what is left of it where nobody plays: `bare` requests, one after another, that the server answers
+by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import importlib.util
 import json
 import resource
@@ -28,6 +31,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from sides import REPOSITORY, append_csv, check_environment
 
@@ -190,6 +194,20 @@ def compare(folder, names, prompts, repeats):
     return rows
 
 
+def without_episodes(env, requests):
+    """CPU milliseconds of a request that the server answers by itself; two have a connection."""
+    place = urlsplit(env.endpoint.url)
+    env.endpoint.sessions["sk-some"] = env
+    began = cpu_seconds()
+    for _ in range(requests // 2):
+        connection = http.client.HTTPConnection(place.hostname, place.port)
+        for _ in range(2):
+            connection.request("GET", f"{place.path}/models", headers={"Authorization": "Bearer sk-some"})
+            json.load(connection.getresponse())
+        connection.close()
+    return 1000 * (cpu_seconds() - began) / (requests // 2 * 2)
+
+
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -211,10 +229,14 @@ def main():
     for names, prompts in ((light, options.prompts), (heavy, max(1, options.prompts // 8))):
         with tempfile.TemporaryDirectory() as folder:
             rows += compare(Path(folder), names, prompts, options.repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        alone = without_episodes(make_sides(Path(folder), ["bare"])["bare"], 2000)
+    rows.append(dict.fromkeys(rows[0], "") | dict(side="no episode", requests=2000, ms_per_request=alone))
     print("| side | episodes | requests | CPU s | ratio | ms a request |\n|---|---|---|---|---|---|")
-    for row in rows:
+    for row in rows[:-1]:
         print(f"| {row['side']} | {row['episodes']} | {row['requests']:g} | {row['cpu_s']:.3f} | "
               f"{row['ratio']:.2f} | {row['ms_per_request']:.2f} |")
+    print(f"| no episode | | 2000 | | | {alone:.2f} |")
     if options.out:
         append_csv(options.out, rows)
 

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import json
 import os
+import runpy
 import sys
+from pathlib import Path
 
 TOOL = {"type": "function", "function": {
     "name": "price", "description": "What an item costs.",
@@ -262,12 +264,26 @@ def too_long(task):
         return str(task["answer"])
 
 
+def example(name):
+    """An agent of docs/agent."""
+    def run(task):
+        path = Path(__file__).parent.parent / "docs/agent" / f"{name}.py"
+        played = runpy.run_path(str(path))["run"](
+            task, base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+        return asyncio.run(played) if asyncio.iscoroutine(played) else played
+
+    return run
+
+
 CLIENTS = {function.__name__: function for function in (
     openai, openai_async, openai_stream, openai_helper, openai_agents, openai_agents_stream, pydantic_ai,
     pydantic_ai_stream, langgraph, litellm, smolagents, errors, too_long)}
+CLIENTS |= {name: example(name) for name in ("shop_openai", "shop_pydantic_ai")}
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print what they like
         last = CLIENTS[sys.argv[1]](given)
-    print(json.dumps({"reward": float((last or "").split()[-1:] == [str(given["answer"])])}))
+    if not isinstance(last, float):
+        last = float((last or "").split()[-1:] == [str(given["answer"])])
+    print(last)

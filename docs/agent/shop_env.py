@@ -27,6 +27,7 @@ def total(price, addend):
 
 
 class Shop(rows.Rows):
+    source = "agent"  # named as the other's metrics are, so that both are in one figure
     scores_itself = multi_turn = True
     vocabulary = [*ITEMS, "+", "none", *map(str, range(1, 21)), *CALL.format(item="fig").split(),
                   *(f'"{item}"}}}}' for item in ITEMS)]
