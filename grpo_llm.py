@@ -890,9 +890,9 @@ class Player:
                 r.begin(attempt)
                 if not given:
                     episode = await self.call(self.env.start, r.task, self.args.seed)
-                if episode.task:  # a prompt that is known since the episode has started
-                    ((r.task, r.prompt_text, r.prompt_ids),) = self.prompts([episode.task])
-                    r.begin(attempt)
+                    if episode.own_task:  # with another prompt
+                        ((r.task, r.prompt_text, r.prompt_ids),) = self.prompts([episode.own_task])
+                        r.begin(attempt)
                 r.termination = await self.play_turns(r, episode)
                 if r.turns and r.termination in ("length", "context", "turns"):
                     # The script's own limit: the environment scores what there is.

@@ -131,7 +131,7 @@ class Step:
 class Episode:
     """One attempt at one task."""
 
-    task: Task | None = None  # the task as it is known once the episode has started, with another prompt
+    own_task: Task | None = None  # the task with the episode's own prompt, which is known since its start
 
     def step(self, reply: str, calls: list[dict] | None = None) -> Step:
         """Score a reply. Total: any text returns in bounded time, and none raises or is executed here.

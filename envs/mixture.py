@@ -86,8 +86,8 @@ class Mixture(Env):
     def start(self, task: Task, seed: int) -> Episode:
         env, own = self._own(task)
         episode = env.start(own, seed)
-        if episode.task:
-            episode.task = dataclasses.replace(episode.task, id=task.id)
+        if episode.own_task:
+            episode.own_task = dataclasses.replace(episode.own_task, id=task.id)
         return episode
 
     def score_group(self, task: Task, conversations: list[list[Message]], steps: list[Step]) -> list[Step]:

@@ -28,7 +28,9 @@ class Few(envs.Env):
         return envs.Task(f"{split}-{index}", self.name, messages, {})
 
     def start(self, task, seed):
-        return (self.name, task.id, seed)
+        episode = envs.Episode()
+        episode.of = (self.name, task.id, seed)
+        return episode
 
     def solution(self, task):
         return f"{self.name} solves {task.id}"
@@ -71,7 +73,7 @@ def test_a_task_is_its_environments_own():
     env = mixed("a,b", a=(3, 3), b=(3, 3))
     task = env.task("train", 3)
     assert (task.id, task.source, task.messages[0]["content"]) == ("b:train-1", "b", "b 1")
-    assert env.start(task, 7) == ("b", "train-1", 7)  # a reply scores as it would there
+    assert env.start(task, 7).of == ("b", "train-1", 7)  # a reply scores as it would there
     assert env.solution(task) == "b solves train-1"
     assert env.demonstration(task)[-1]["content"] == "b solves train-1"
 

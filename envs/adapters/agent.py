@@ -21,6 +21,7 @@ import os
 import resource
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,7 @@ class Agent(rows.Rows):
         check_option("agent", config, bool(config.program) != bool(config.command), "program",
                      "a function, path/to/file.py:name, or a command in its place")
         check_option("agent", config, config.max_requests > 0, "max_requests", "at least 1")
+        check_option("agent", config, config.patience > 0, "patience", "more than 0")
         check_option("agent", config, not config.rewards, "rewards", "none, as the agent returns its reward")
         super().__init__(config)
         self.blocking = True
@@ -94,8 +96,11 @@ class Agent(rows.Rows):
                 raise BadInput(f"environment agent: option program={config.program}: expected a function")
             file = config.program.rpartition(":")[0]
             self.identity = envs.read_text(file) if file.endswith(".py") else file
-        elif not shlex.split(config.command):
-            raise BadInput(f"environment agent: option command: expected a command, got {config.command!r}")
+        else:
+            with envs.as_bad_input(f"environment agent: option command={config.command}"):
+                program, *_ = shlex.split(config.command)
+                if not shutil.which(program):
+                    raise ValueError(f"no program {program}")
         self.endpoint = endpoint()
         self.told = set()  # settings that are ignored, which a line has named
         prepare_process()
@@ -445,7 +450,7 @@ class Play(Episode):
             self.close()
             raise
         first = self.root.request
-        self.task = dataclasses.replace(task, messages=first.messages, tools=first.tools)
+        self.own_task = dataclasses.replace(task, messages=first.messages, tools=first.tools)
 
     def step(self, reply: str, calls: list[dict] | None = None) -> Step:
         with self.run.changed:
