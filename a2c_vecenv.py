@@ -23,6 +23,8 @@ import ctypes
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -49,6 +51,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from envs import BadInput, as_bad_input, parse_options, pixels
+from envs.files import flush_to_disk, sha256, take_lock
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -267,8 +270,6 @@ def evaluate(agent, env, args, greedy=False):
     obs = env.reset(args.seed, "eval")
     number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of the row's episode
     results = []
-    of_mine = -(-args.eval_episodes * env.num_envs // args.eval_envs)
-    bar = tqdm(total=of_mine, desc="evaluation", leave=False, disable=True if RANK else None)
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
         obs, *_, info = env.step(choose_actions(logits, greedy, env.others))
@@ -277,8 +278,6 @@ def evaluate(agent, env, args, greedy=False):
         if counts.any():  # tensors kept at each step would fragment memory
             results += torch.stack(result, -1)[counts]  # each (3,)
         number += args.eval_envs * info["reset_mask"]
-        bar.update(len(results) - bar.n)
-    bar.close()
     success, lengths, returns = torch.stack(gather(results)).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # the lower median
     prefix = "eval/greedy_" if greedy else "eval/"
@@ -320,28 +319,24 @@ def window_metrics(window, grad_norms, batch, args, env):
     return metrics
 
 
-# Machinery: processes, under torchrun. Each holds all weights and its share of the environments; losses and
-# gradients are those of one process.
+# Machinery: processes, under torchrun: all weights, a share of the environments; gradients as of one process.
 
 
 def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
-    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
+    torch.empty(8_000_000)  # 32 MB: from then on glibc keeps freed memory for the next pass
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too; where GPUs are fewer, they are shared.
-        gpu = os.environ["LOCAL_RANK"]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            gpus = visible.split(",")
-            gpu = gpus[int(gpu) % len(gpus)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        rank = os.environ["LOCAL_RANK"]
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", rank).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(rank) % len(gpus)]
         store, _, _ = next(dist.rendezvous("env://"))
         # It outlives a restart of the workers, which must not read what an earlier attempt wrote.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
+                                timeout=timedelta(hours=2))  # a rollout or encoding may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -375,42 +370,20 @@ def all_rows(rows, env):
 
 
 TIMES = ("time/eval", "time/checkpoint")  # measured by Run.timed
-SHOWN = ("episode_return", "success_rate", "entropy_mean", "grad_norm", "eval/")  # printed
-
-
-def sha256(path):
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush_to_disk(*paths):
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def take_lock(file):
-    """Lock a file until this process ends, however it does. BadInput where another process has it."""
-    import fcntl  # not on Windows
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        other = file.read() or "another process"
-        raise BadInput(f"--run-dir {Path(file.name).parent}: {other} is running in it") from None
-    except OSError as error:
-        print_rank_0(f"warning: {file.name} cannot be locked ({error}): a second run there goes unnoticed")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
+# What Run.record shows: name -> metric and its format.
+SHOWN = {"return": ("episode_return", ".2f"),
+         "success": ("success_rate", ".3f"),
+         "steps/s": ("sps", ",.0f"),
+         "score": ("eval/return", ".2f"),
+         "solved": ("eval/success_rate", ".3f"),
+         "greedy": ("eval/greedy_success_rate", ".3f")}
 
 
 class Run:
     """A run folder and counters. One that holds a checkpoint is continued. Rank 0 writes all but errors."""
 
     def __init__(self, args, algo, env, **identity):
-        """identity: what a continued run must share beside its flags, such as a hash of the model."""
+        """identity: what a continued run must share beside its flags, such as a model's hash."""
         self.args = args
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
@@ -419,15 +392,15 @@ class Run:
         with as_bad_input(f"--run-dir {self.dir}: expected a folder to write into, or a new name"):
             # Of two runs that begin in the same second without a --run-dir, one ends here.
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
-            self.lock = (self.dir / "lock").open("a+")  # locked while it is open
-            self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
+            self.lock = (self.dir / "lock").open("a+")  # locked while open
+            self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # line by line
         if RANK == 0:  # where it fails, torchrun ends the others
             take_lock(self.lock)
         self.log.seek(0)
         first_line = self.log.readline()
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
-        if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
+        if self.checkpoints or first_line.endswith("\n"):  # else it was cut short
             self.check_same_run(first_line)
         self.state = self.load_state()
         self.checkpoint = str(self.checkpoints[-1]) if self.checkpoints else None
@@ -436,10 +409,11 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
+        self.spoken_at = 0.0
         self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
-        """Refuse, by name, whatever would change the result of the run that is continued."""
+        """Refuse, by name, whatever would change the result of a continued run."""
         with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
             self.meta["run_id"] = old["run_id"]
@@ -458,7 +432,7 @@ class Run:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
     def load_state(self):
-        """-> the trainer's state in the newest checkpoint that is whole; damaged ones leave the list."""
+        """-> the trainer's state in the newest whole checkpoint; damaged ones leave the list."""
         if not self.checkpoints:
             return dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints:
@@ -478,7 +452,7 @@ class Run:
         raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged")
 
     def open(self, total):
-        """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
+        """On rank 0: the meta line; or cut the log at the checkpoint, with a resume line."""
         git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
@@ -492,6 +466,9 @@ class Run:
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
+        start = self.counters["iteration"]
+        self.progress = tqdm(total=total, initial=start, leave=False, dynamic_ncols=True,
+                             disable=RANK > 0 or None)
         if RANK:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
@@ -502,13 +479,11 @@ class Run:
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
-        start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.header | dict(
                 git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
                 script_sha256=self.meta["script_sha256"], checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
     def header(self):
@@ -528,7 +503,7 @@ class Run:
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
-        """Log numbers, all finite, with the times since the last record; print some."""
+        """Log numbers, all finite, with times since the last record."""
         now = time.perf_counter()
         seconds = now - self.clock
         env_steps = self.counters["env_steps"] - self.env_steps_before
@@ -549,9 +524,30 @@ class Run:
         self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
         self.writer.flush()
         self.write(self.header | values)
-        shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+        cells = {}
+        for name, (pattern, form) in SHOWN.items():
+            found = [value for key, value in values.items() if re.fullmatch(pattern, key)]
+            if found:
+                cells[name] = f"{np.mean(found):{form}}"  # of all sources
+        self.progress.set_postfix(cells, refresh=False)
         self.progress.update(iteration - self.progress.n)
-        tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
+        # A table, of evaluations; where there is no bar, of every ten seconds too.
+        if values["time/eval"] or self.progress.disable and now > self.spoken_at + 10:
+            row = {"iteration": f"{iteration:9}", "time": f"{values['wall_time_s']:,.0f} s"}
+            row |= dict.fromkeys(SHOWN, "") | cells
+            row["eval"] = f"{values['time/eval']:.1f} s"
+            if not self.spoken_at:
+                tqdm.write("".join(map("{:>8}".format, row)))
+            tqdm.write("".join(map("{:>8}".format, row.values())))
+            self.spoken_at = now
+
+    def finish(self):
+        """A tool says what was reached and draws curve.png."""
+        # Nothing that happens there is an error of the run. Without a terminal, a short run goes without.
+        if RANK == 0 and (not self.progress.disable or time.perf_counter() > self.started + 10):
+            self.progress.close()
+            tool = Path(__file__).parent / "tools/report_run.py"
+            os.system(shlex.join([sys.executable, str(tool), str(self.dir)]))
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
@@ -562,11 +558,11 @@ class Run:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
-        pointer = folder.with_name(".state.json.writing")  # it names the last checkpoint
+        pointer = folder.with_name(".state.json.writing")  # names the last one
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
-            temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
+            temporary.mkdir(exist_ok=True)  # a kill may have left it
             for part in parts:
                 part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
@@ -590,6 +586,7 @@ class Run:
 
     def fail(self, error, evidence):
         """Write a receipt: traceback, meta line and evidence ({name: bytes}). Exits with an error."""
+        self.progress.close()
         trace_id = self.header["trace_id"]
         path = self.dir / "receipts" / f"{trace_id}:{RANK}"
         what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
@@ -629,10 +626,8 @@ def main(args):
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
     start = run.counters["iteration"] + 1
-    rollout_steps = args.num_envs * args.num_steps
     print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x "
-                 f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}\n"
-                 f"Observations: {env.scaling}")
+                 f"{args.num_steps} steps on {device}\nObservations: {env.scaling}")
     window, grad_norms = [], []  # of the rollouts and updates since the last record
     batch = {}  # the last rollout
     metrics = {}  # the last record
@@ -703,11 +698,14 @@ def main(args):
             optimizer.step()
             optimizer.zero_grad()
             run.counters |= dict(iteration=iteration, opt_steps=iteration,
-                                 env_steps=iteration * args.update_every * rollout_steps)
+                                 env_steps=iteration * args.update_every * args.num_envs * args.num_steps)
 
             # 5. Log, evaluate, checkpoint.
             if finish_iteration(iteration):
                 break
+        else:
+            if not args.self_test:  # whose folder goes
+                run.finish()
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, pixels.receipt_files(env, batch))
     if UNDER_TORCHRUN:
@@ -720,7 +718,7 @@ def self_test():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a test of the CPU
     with tempfile.TemporaryDirectory() as folder:
         metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=300,
-                            eval_every=0, run_dir=folder))
+                            eval_every=0, run_dir=folder, self_test=True))
     ok = metrics.get("eval/success_rate", 0.0) >= 0.95  # SIGTERM leaves it out
     print(json.dumps(dict(ok=ok) | metrics))
     return 0 if ok else 1
@@ -728,6 +726,7 @@ def self_test():
 
 if __name__ == "__main__":
     load_dotenv(".env")  # a variable that is set already stays
+    sys.stdout.reconfigure(line_buffering=True)  # a file gets each line at once
     try:
         args = tyro.cli(Args)
         if args.self_test:

@@ -32,6 +32,8 @@ import itertools
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -70,6 +72,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import envs
 from envs import BadInput, as_bad_input, first_line
 from envs.chat import check_calls, check_template, encode_within, opened_thought, parse_reply, rendered
+from envs.files import flush_to_disk, sha256, take_lock
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -390,7 +393,7 @@ def trainable_groups(rollouts, args):
     """
     for r in rollouts:
         if not math.isfinite(r.reward):
-            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
+            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}: --reward-fn")
     left_out = ("error", "length", "context") if args.mask_truncated else ("error",)
     groups = []
     for start in range(0, len(rollouts), args.group_size):
@@ -772,7 +775,8 @@ EPISODE_RETRIES = 2  # times that an episode is played again because its environ
 
 
 def episode_reward(rollout: Rollout) -> float:
-    """The scalar to maximise: edit here, or point --reward-fn at a function of the same form.
+    """The scalar to maximise: edit here, or point --reward-fn at a function of the same form. One
+    with a parameter `rollouts` gets all episodes of a task: docs/rewards.md.
 
     rollout.steps are the environment's, their .info the named parts, rollout.messages the conversation. A
     reply that is cut by the length limit is no step; Episode.end scores the state before it.
@@ -874,13 +878,13 @@ class Player:
                     r.termination = "timeout"
             self.engine.leave()
 
-        async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
-            serving = group.create_task(self.engine.serve())
-            # At least one, so that serve starts: under FSDP2 it gathers weights with the other processes.
-            for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
-                await task
-            serving.cancel()
-        self.engine.bar.close()
+        with contextlib.closing(self.engine.bar):
+            async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
+                serving = group.create_task(self.engine.serve())
+                # At least one, so that serve starts: under FSDP2 it gathers weights with the other processes.
+                for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
+                    await task
+                serving.cancel()
 
     async def play(self, r, given=None):
         """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
@@ -891,14 +895,15 @@ class Player:
                 if not given:
                     episode = await self.call(self.env.start, r.task, self.args.seed)
                     if episode.own_task:  # with another prompt
-                        ((r.task, r.prompt_text, r.prompt_ids),) = self.prompts([episode.own_task])
+                        r.task = episode.own_task
+                        _, r.prompt_text, r.prompt_ids = next(self.prompts([r.task]))
                         r.begin(attempt)
                 r.termination = await self.play_turns(r, episode)
                 if r.turns and r.termination in ("length", "context", "turns"):
                     # The script's own limit: the environment scores what there is.
                     if step := await self.call(episode.end, r.termination):
                         earned = 0.0
-                        if len(r.steps) == len(r.turns):  # the last reply had a step, which this one replaces
+                        if len(r.steps) == len(r.turns):  # its last step is replaced
                             earned = r.steps.pop().reward
                         r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
                 return
@@ -1001,14 +1006,13 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
     if problems:  # raised on all ranks, since saving is collective
         raise EngineError(problems[0])
     score_groups(env, rollouts, num_samples)
-    for r in rollouts:
-        reward = score(r) if r.termination != "error" else 0.0
-        if not envs.is_number(reward):
-            raise BadInput(f"--reward-fn {args.reward_fn or 'episode_reward'}: expected a number for task "
-                           f"{r.task.id}, got {envs.shown(reward)}")
-        r.reward = float(reward)
-        for member in r.family:
-            member.reward = r.seat_reward(member.task.seat)
+    for start in range(0, len(rollouts), num_samples):
+        played = [r for r in rollouts[start:start + num_samples] if r.termination != "error"]
+        rewards = envs.rewards_of(score, played, args.reward_fn)
+        for r, reward in zip(played, rewards, strict=True):
+            r.reward = float(reward)
+            for member in r.family:
+                member.reward = r.seat_reward(member.task.seat)
     return rollouts
 
 
@@ -1525,21 +1529,18 @@ class VllmServers(Engine):
 def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
-    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
+    torch.empty(8_000_000)  # 32 MB: from then on glibc keeps freed memory for the next pass
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too; where GPUs are fewer, they are shared.
-        gpu = os.environ["LOCAL_RANK"]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            gpus = visible.split(",")
-            gpu = gpus[int(gpu) % len(gpus)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        rank = os.environ["LOCAL_RANK"]
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", rank).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(rank) % len(gpus)]
         store, _, _ = next(dist.rendezvous("env://"))
         # It outlives a restart of the workers, which must not read what an earlier attempt wrote.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
+                                timeout=timedelta(hours=2))  # a rollout or encoding may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -1629,46 +1630,19 @@ def trained_weights(model):
 
 
 TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
-# Beginnings of the names of metrics that Run.record prints.
-SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "response_length/clip_ratio",
-         "rollout/groups_trainable", "val/")
+# What Run.record shows: name -> metric, of any source, and its format.
+SHOWN = {"reward": ("train/reward", ".3f"), "groups": ("rollout/groups_trainable", ".0f"),
+         "tok/s": ("rollout/throughput", ",.0f"), "pass@1": ("val/.+/pass@1", ".3f"),
+         "pass@n": ("val/.+/pass@(?!1$).+", ".3f"), "greedy": ("val/.+/greedy", ".3f")}
 # Of a sharded model: whole tensors on the CPU, without frozen ones. strict: a checkpoint lacks those.
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
-
-
-def sha256(path):
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush_to_disk(*paths):
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def take_lock(file):
-    """Lock a file until this process ends, however it does. BadInput where another process has it."""
-    import fcntl  # not on Windows
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        other = file.read() or "another process"
-        raise BadInput(f"--run-dir {Path(file.name).parent}: {other} is running in it") from None
-    except OSError as error:
-        print_rank_0(f"warning: {file.name} cannot be locked ({error}): a second run there goes unnoticed")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
 
 
 class Run:
     """A run folder and counters. One that holds a checkpoint is continued. Rank 0 writes all but errors."""
 
     def __init__(self, args, algo, env, **identity):
-        """identity: what a continued run must share beside its flags, such as a hash of the model."""
+        """identity: what a continued run must share beside its flags, such as a model's hash."""
         self.args = args
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
@@ -1677,15 +1651,15 @@ class Run:
         with as_bad_input(f"--run-dir {self.dir}: expected a folder to write into, or a new name"):
             # Of two runs that begin in the same second without a --run-dir, one ends here.
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
-            self.lock = (self.dir / "lock").open("a+")  # locked while it is open
-            self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
+            self.lock = (self.dir / "lock").open("a+")  # locked while open
+            self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # line by line
         if RANK == 0:  # where it fails, torchrun ends the others
             take_lock(self.lock)
         self.log.seek(0)
         first_line = self.log.readline()
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
-        if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
+        if self.checkpoints or first_line.endswith("\n"):  # else it was cut short
             self.check_same_run(first_line)
         self.state = self.load_state()
         self.checkpoint = str(self.checkpoints[-1]) if self.checkpoints else None
@@ -1694,10 +1668,11 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
+        self.spoken_at = 0.0
         self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
-        """Refuse, by name, whatever would change the result of the run that is continued."""
+        """Refuse, by name, whatever would change the result of a continued run."""
         with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
             self.meta["run_id"] = old["run_id"]
@@ -1716,7 +1691,7 @@ class Run:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
     def load_state(self):
-        """-> the trainer's state in the newest checkpoint that is whole; damaged ones leave the list."""
+        """-> the trainer's state in the newest whole checkpoint; damaged ones leave the list."""
         if not self.checkpoints:
             return dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints:
@@ -1736,7 +1711,7 @@ class Run:
         raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged")
 
     def open(self, total):
-        """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
+        """On rank 0: the meta line; or cut the log at the checkpoint, with a resume line."""
         git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
@@ -1750,6 +1725,9 @@ class Run:
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
+        start = self.counters["iteration"]
+        self.progress = tqdm(total=total, initial=start, leave=False, dynamic_ncols=True,
+                             disable=RANK > 0 or None)
         if RANK:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
@@ -1760,13 +1738,11 @@ class Run:
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
-        start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.header | dict(
                 git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
                 script_sha256=self.meta["script_sha256"], checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
     def header(self):
@@ -1786,7 +1762,7 @@ class Run:
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
-        """Log numbers, all finite, with the times since the last record; print some."""
+        """Log numbers, all finite, with times since the last record."""
         now = time.perf_counter()
         seconds = now - self.clock
         env_steps = self.counters["env_steps"] - self.env_steps_before
@@ -1807,9 +1783,30 @@ class Run:
         self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
         self.writer.flush()
         self.write(self.header | values)
-        shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+        cells = {}
+        for name, (pattern, form) in SHOWN.items():
+            found = [value for key, value in values.items() if re.fullmatch(pattern, key)]
+            if found:
+                cells[name] = f"{np.mean(found):{form}}"  # of all sources
+        self.progress.set_postfix(cells, refresh=False)
         self.progress.update(iteration - self.progress.n)
-        tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
+        # A table, of evaluations; where there is no bar, of every ten seconds too.
+        if values["time/eval"] or self.progress.disable and now > self.spoken_at + 10:
+            row = {"iteration": f"{iteration:9}", "time": f"{values['wall_time_s']:,.0f} s"}
+            row |= dict.fromkeys(SHOWN, "") | cells
+            row["eval"] = f"{values['time/eval']:.1f} s"
+            if not self.spoken_at:
+                tqdm.write("".join(map("{:>8}".format, row)))
+            tqdm.write("".join(map("{:>8}".format, row.values())))
+            self.spoken_at = now
+
+    def finish(self):
+        """A tool says what was reached and draws curve.png."""
+        # Nothing that happens there is an error of the run. Without a terminal, a short run goes without.
+        if RANK == 0 and (not self.progress.disable or time.perf_counter() > self.started + 10):
+            self.progress.close()
+            tool = Path(__file__).parent / "tools/report_run.py"
+            os.system(shlex.join([sys.executable, str(tool), str(self.dir)]))
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
@@ -1820,11 +1817,11 @@ class Run:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
-        pointer = folder.with_name(".state.json.writing")  # it names the last checkpoint
+        pointer = folder.with_name(".state.json.writing")  # names the last one
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
-            temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
+            temporary.mkdir(exist_ok=True)  # a kill may have left it
             for part in parts:
                 part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
@@ -1848,6 +1845,7 @@ class Run:
 
     def fail(self, error, evidence):
         """Write a receipt: traceback, meta line and evidence ({name: bytes}). Exits with an error."""
+        self.progress.close()
         trace_id = self.header["trace_id"]
         path = self.dir / "receipts" / f"{trace_id}:{RANK}"
         what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
@@ -1997,10 +1995,9 @@ def main(args):
         dcp.set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FULL)
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
-    num_trained = sum(parameter.numel() for parameter in parameters)
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} replies; {num_trained:,} weights are trained on {device}; first an "
-                 f"evaluation of {min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
+                 f"{args.group_size} replies on {device}; {sum(p.numel() for p in parameters):,} weights; "
+                 f"evaluations: {min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1)")
     if env.about:
         print_rank_0(env.about)
     rollouts = []
@@ -2104,6 +2101,8 @@ def main(args):
 
             # 5. Sync the sampler's weights; evaluate, log, checkpoint.
             ended = finish_iteration()
+        if iteration >= args.iterations:
+            run.finish()
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error

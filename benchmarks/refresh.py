@@ -91,6 +91,13 @@ OPENSPIEL = (
     *seeds(f"python grpo_llm.py {HEX} --model {RUNS}/hex/sft/checkpoints/step_000800 --max-response-tokens 4 "
            "--iterations 100 --eval-every 20 --eval-tasks 256 --eval-samples 4 --seed {s} "
            f"--run-dir {RUNS}/hex/s{{s}}"))
+REWARDS = "--eval-every 20 --eval-tasks 256 --eval-samples 4"
+GDPO = ()
+for arm in ("summed", "summed_points", "decoupled"):
+    GDPO += seeds(
+        f"python grpo_llm.py --env benchmarks/rewards.py:Ordered --reward-fn benchmarks/rewards.py:{arm} "
+        f"{'' if arm == 'decoupled' else '--scale-rewards '}--iterations 120 {REWARDS} --seed {{s}} "
+        f"--run-dir {RUNS}/{arm}/s{{s}}")
 PONG = (
     "python a2c_vecenv.py --env-id ALE/Pong-v5 --network small --hidden-size 256 --num-envs 16 --num-steps 5 "
     "--learning-rate 5e-4 --no-anneal --no-normalize-advantages --entropy-coef 0.01 --value-coef 0.5 "
@@ -196,6 +203,10 @@ FIGURES = (
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),
+    curve("rewards_gdpo", "grpo_llm.py docs/rewards/gdpo.py benchmarks/rewards.py", 6, GDPO,
+          f"--log {three('decoupled')} --log {three('summed')} --log {three('summed_points')} "
+          "--label GDPO sum 'sum, second part x 10' --key val/countdown/pass@1 val/countdown/ordered "
+          "--title 'Countdown with a second part of the reward, 3 seeds each'"),
     curve("logic_dyck", "grpo_llm.py sft.py envs/logic", 15, LOGIC,
           f"--log {three('logic')} --panel 'held out' "
           "--title 'GRPO on logic/dyck_language, 3 seeds, one CPU core'"),

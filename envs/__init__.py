@@ -441,6 +441,37 @@ def source_of(obj) -> str:
         raise BadInput(f"--reward-fn {obj!r:.100}: {expected}") from error
 
 
+def rewards_of(function, rollouts: list, name: str, of_turns: bool = False) -> list:
+    """What a reward function gives to episodes of one task, in their order.
+
+    One whose first parameter is named `rollouts` gets all of them and returns a list, a tuple or an array;
+    any other gets one at a time. A reward is a number or, with of_turns, it may be a list with one for each
+    turn. name: that of --reward-fn, for errors; empty for the script's own function.
+    """
+    if not rollouts:
+        return []
+    where, task = f"--reward-fn {name or 'episode_reward'}", rollouts[0].task.id
+    parameters = [*inspect.signature(function).parameters]
+    sees_all = parameters[:1] == ["rollouts"]
+    try:
+        rewards = function(rollouts) if sees_all else [function(r) for r in rollouts]
+    except Exception as error:  # the user's own: with its traceback, below which this stands
+        error.add_note(f"{where} has failed for task {task}")
+        raise
+    if hasattr(rewards, "tolist"):  # NumPy's and PyTorch's
+        rewards = rewards.tolist()
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(rollouts):
+        count = f"{len(rewards)}: " if isinstance(rewards, list | tuple) else ""
+        raise BadInput(f"{where}: expected {len(rollouts)} numbers in a list for task {task}, one for each "
+                       f"episode, got {count}{shown(rewards)}")
+    for reward in rewards:
+        numbers = reward if of_turns and isinstance(reward, list | tuple) else [reward]
+        if not all(map(is_number, numbers)):
+            expected = f"a number for task {task}" + (", or one for each turn" if of_turns else "")
+            raise BadInput(f"{where}: expected {expected}, got {shown(reward)}")
+    return rewards
+
+
 def read_rows(name: str, where: str, split: str = "train", columns: typing.Collection[str] = (),
               streaming: bool = False, optional: typing.Collection[str] = ()) -> typing.Iterator[tuple]:
     """(number from 1, row) of a .jsonl, .json or .parquet file, or of a data set of the hub, owner/name or

@@ -30,18 +30,19 @@ from tests import mutate  # noqa: E402
 # The tests that a file is for, the likeliest to fail first; then pytest's -k.
 TESTS = {
     "grpo_llm.py": (
-        "rl_maths crash draws updates checks flags rollout runs chat engines distributed",
+        "rl_maths crash draws updates checks flags rollout rewards runs chat engines distributed terminal",
         "not ppo and not sft"),
     "ppo_llm.py": (
-        "rl_maths crash draws updates checks flags runs rollout chat distributed",
+        "rl_maths crash draws updates checks flags runs rollout rewards chat distributed",
         "not grpo and not sft"),
-    "sft.py": ("crash draws sft sft_data flags runs distributed", "not grpo and not ppo"),
+    "sft.py": ("crash draws sft sft_data flags runs distributed terminal", "not grpo and not ppo"),
     "a2c_vecenv.py": (
-        "a2c_maths crash flags runs a2c_runs a2c_distributed distributed",
+        "a2c_maths crash flags runs a2c_runs a2c_distributed distributed terminal",
         "not grpo and not ppo and not sft"),
-    "envs/__init__.py": ("envs env_properties rows_files countdown logic text_envs", ""),
+    "envs/__init__.py": ("envs rewards env_properties rows_files countdown logic text_envs", ""),
     "envs/chat.py": ("chat calls sft_data runs", "template or bad_input or chat or calls or sft_data"),
     "envs/calls.py": ("calls chat", ""),
+    "envs/files.py": ("crash runs", "not ppo and not sft"),
     "envs/splits.py": ("sft_data", ""),
     "envs/countdown.py": ("countdown env_properties text_envs", "countdown"),
     "envs/mixture.py": ("mixture env_properties envs text_envs", "mixture or wait"),
@@ -73,8 +74,10 @@ TESTS = {
     "tools/view_episodes.py": ("view_episodes", ""),
     "tools/dump_policy_gif.py": ("dump_policy_gif", ""),
     "tools/watch_run.py": ("watch_run", ""),
+    "tools/report_run.py": ("terminal", ""),
     "tools/": ("tools", ""),
     "docs/reading/": ("reading rl_maths", ""),
+    "docs/rewards/": ("rewards", ""),
 }
 
 # file -> name: (text that the file holds exactly once, what takes its place)
@@ -104,6 +107,9 @@ MUTANTS = {
         "the same number at each token": ("draws[live, t]", "draws[live, 0]"),
         "the same numbers in a retry": ("r.retries, len(r.turns)", "len(r.turns)"),
         "the same numbers in each iteration": ("score, drawn + mine.start)", "score, mine.start)"),
+        "a group's reward is of failures, too": (
+            'played = [r for r in rollouts[start:start + num_samples] if r.termination != "error"]',
+            "played = rollouts[start:start + num_samples]"),
         "dynamic sampling draws again the same": ("training_task(drawn + i", "training_task(cursor + i"),
         "--beta2 is ignored": ("betas=(0.9, args.beta2)", "betas=(0.9, 0.95)"),
         "entropy is punished": ("- args.entropy_coef * entropy", "+ args.entropy_coef * entropy"),
@@ -132,8 +138,13 @@ MUTANTS = {
                                     "args.max_response_tokens < args.max_context_tokens:"),
         "a prompt that just fits does not": ("0 < len(r.prompt_ids) <= self", "0 < len(r.prompt_ids) < self"),
         "sps of a resumed run": ("self.begin_record(time.perf_counter())", "self.begin_record(self.started)"),
-        "the lock ends with a child": ("fcntl.lockf(file,", "fcntl.flock(file,"),
         "two runs in one folder": ("if RANK == 0:  # where it fails", "if False:  # where it fails"),
+        "the bar stays": ("initial=start, leave=False", "initial=start, leave=True"),
+        "the bar of replies stays": ("contextlib.closing(self.engine.bar)", "contextlib.nullcontext()"),
+        "each record has a line": ("and now > self.spoken_at + 10", "and now > self.spoken_at"),
+        "one source for all": ("np.mean(found)", "found[0]"),
+        "a short run has last lines": ("> self.started + 10)", "> self.started)"),
+        "no last lines at a terminal": ("(not self.progress.disable or", "(False or"),
         "a model's code is run": ("str(path), trust_remote_code=False", "str(path)"),
         "cut by the context is not cut": ('("error", "length", "context") if', '("error", "length") if'),
         "failed ones are trained": ('else ("error",)', "else ()"),
@@ -152,7 +163,6 @@ MUTANTS = {
         "pass@n: all right": ("correct.max(1)", "correct.min(1)"),
         "the optimiser is not restored": ('if state["optimizer"]:', "if False:"),
         "the cursor is not restored": ('cursor = state["cursor"]', "cursor = 0"),
-        "nothing reaches the disk": ("    os.fsync(handle)", "    pass"),
         "a checkpoint's name is not flushed": ("flush_to_disk(folder.parent)", "pass"),
         "manifests are not looked at": ("sha256(folder / name) != digest", "False"),
         "the log is not cut": ('self.log.truncate(self.state["log_bytes"])', "pass"),
@@ -232,6 +242,7 @@ MUTANTS = {
         "GAE: others' tokens count": (
             "itertools.compress(getattr(s, name), s.response_mask)", "getattr(s, name)"),
         "the penalty is a reward": ('"rewards") - kl_coef', '"rewards") + kl_coef'),
+        "a turn has no reward of its own": ("args.reward_fn, of_turns=True)", "args.reward_fn)"),
         "controller's upper bound": ("-0.2), 0.2)", "-0.2), 0.4)"),
         "controller between its bounds": ("kl / target - 1,", "kl - target,"),
         "target_kl of all steps together": (
@@ -369,6 +380,12 @@ MUTANTS = {
         "the one held out is trained": ('        split["train"].remove(split["test"][0])\n', ""),
         "a demonstration without its prompt": (
             'else [*task.messages, {"role": "assistant"', 'else [{"role": "assistant"'),
+        "a group is seen one by one": ('parameters[:1] == ["rollouts"]', "False"),
+        "any parameter means a group": ('parameters[:1] == ["rollouts"]', '"rollouts" in parameters'),
+        "rewards for some are enough": ("or len(rewards) != len(rollouts):", "or False:"),
+        "the order of a dictionary": ("if not isinstance(rewards, list | tuple) or len", "if len"),
+        "an array is no list": ('if hasattr(rewards, "tolist"):', "if False:"),
+        "an exception is nobody's": ("        error.add_note(", "        str("),
     },
     "envs/chat.py": {
         "a template need not read": ('    if says == b"same":\n', "    if False:\n"),
@@ -406,6 +423,10 @@ MUTANTS = {
         "any number of calls": ("for _ in range(MAX_CALLS):", "while True:"),
         "what is left over does not matter": ("    if form.whole and text.strip():\n", "    if False:\n"),
         "positional arguments are lost": ("or node.args or", "or"),
+    },
+    "envs/files.py": {
+        "the lock ends with a child": ("fcntl.lockf(file,", "fcntl.flock(file,"),
+        "nothing reaches the disk": ("    os.fsync(handle)", "    pass"),
     },
     "envs/splits.py": {
         "rows without a prompt are one": ("if given.strip() else ids", ""),
@@ -830,6 +851,30 @@ MUTANTS = {
         "what is held out is trained on": ('index if split == "test" else TEST_SEEDS + index', "index"),
         "one seed overlaps": ("else TEST_SEEDS + index}", "else TEST_SEEDS - 1 + index}"),
     },
+    "docs/rewards/concise.py": {
+        "as much where few are right": (" * len(right) / len(rollouts)", ""),
+        "wrong ones pay, too": ("        if r.correct:\n", "        if right:\n"),
+    },
+    "docs/rewards/gdpo.py": {
+        "parts are not normalised": (" / (values.std() + 1e-6)", ""),
+        "one weight for all": ("weight * normalised", "normalised"),
+        "a part that is not told": ("if known and part not in known:", "if False:"),
+    },
+    "docs/rewards/judge.py": {
+        "each reply is judged": ("sorted(set(attempts), key", "sorted(attempts, key"),
+        "the order of sampling": (
+            "key=lambda text: hashlib.sha256(text.encode()).digest()", "key=attempts.index"),
+        "without a verdict all lose": ('            r.termination = "error"\n', "            pass\n"),
+        "the cache is not kept": ('self.cache.open("a")', 'open(os.devnull, "w")'),
+        "failures long ago count": ("        self.failures = 0\n        return", "        return"),
+        "the key in an error": ('text.replace(self.key, "...") if self.key else text', "text"),
+        "the URL in an error": ('f"{type(error).__name__} at', 'f"{error} at'),
+        "a second try is none": ("TRIES = 3", "TRIES = 1"),
+        "a score too many": ("if len(found) != count or set", "if set"),
+        "a text is a score": (
+            "type(score) not in (int, float) or not 0 <= score <= 1", "not 0 <= float(score) <= 1"),
+        "any number is a score": (" or not 0 <= score <= 1:", ":"),
+    },
     "docs/reading/grpo.py": {
         "sample deviation": ("rewards.std(1, keepdim=True, correction=0)", "rewards.std(1, keepdim=True)"),
         "entropy is punished": ("- args.entropy_coef * entropy", "+ args.entropy_coef * entropy"),
@@ -852,6 +897,14 @@ MUTANTS = {
             'batch["advantages"] = whiten(advantages, mask)',
             'batch["advantages"] = whiten(advantages, torch.ones_like(mask))'),
         "padding is whitened": ("chosen = x[mask > 0]", "chosen = x"),
+    },
+    "tools/report_run.py": {
+        "the last figure is the first": ("-> {values[-1]:.3f}", "-> {values[0]:.3f}"),
+        "a best checkpoint is passed over": ("evaluation(meta, best or newest)", "evaluation(meta, newest)"),
+        "an evaluation into the run's folder": ("if flag not in NOT_OF_EVALUATION:", "if True:"),
+        "a picture of one iteration": ('if record["iteration"]}) > 1', 'if record["iteration"]}) > 0'),
+        "an adapter is a model": ('if args.get("lora_rank") or args.get("lora_adapter_path"):', "if False:"),
+        "folders with spaces": ("return shlex.quote(min(", "return str(min("),
     },
     "tools/track_run.py": {
         "only the first pattern": ("for pattern in patterns:", "for pattern in patterns[:1]:"),

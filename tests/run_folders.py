@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import multiprocessing.forkserver
 import os
@@ -209,6 +210,13 @@ def spoken(output, folder, environment, script, *flags):
     os.environ |= environment
     with output.open("w", 1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         sys.exit(command_line(script, *flags))
+
+
+def slow_clock(patch, step=11.0):
+    """Each look at the clock is so many seconds after the one before; the end of a run starts no tool."""
+    clock = itertools.count(1000.0, step)
+    patch.setattr(time, "perf_counter", lambda: next(clock))
+    patch.setattr(os, "system", lambda command: 0)
 
 
 def write_jsonl(path, rows):

@@ -420,7 +420,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_files(folder)
     # Copies, since commands write into them; but for models, of which there is more than a little.
-    for name in ("envs", "tests", "benchmarks", "docs/results"):
+    for name in ("envs", "tests", "benchmarks", "docs/results", "docs/rewards"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "models").mkdir()
     for path in (ROOT / "models").iterdir():

@@ -169,6 +169,7 @@ def five(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
             patch.setattr(time, "perf_counter", tick)
             patch.setattr(time, "process_time", lambda: 2 * tick())
+            patch.setattr(os, "system", lambda command: 0)  # the end of a run starts no tool
             optimiser = torch.optim.Adam if script is a2c else torch.optim.AdamW
             step = optimiser.step
 
@@ -996,16 +997,16 @@ def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsy
     same_tree(load_file(folder / "checkpoints" / "step_000002" / "model.safetensors"), start_weights())
 
 
-def test_fewer_episodes_than_minibatches_make_fewer_steps_and_equal_rewards_explain_nothing(tmp_path, capsys):
-    """And while the critic learns alone, the console shows its loss, and no gradient of the policy."""
+def test_fewer_episodes_than_minibatches_make_fewer_steps_and_equal_rewards_explain_nothing(tmp_path):
+    """And while the critic learns alone, there is a loss of its, and no gradient of the policy."""
     path = write(tmp_path, "def same(r):\n    return [0.1]\n")
     folder = train(ppo_llm, tmp_path / "run", prompts_per_iteration=3, minibatches=4, critic_minibatches=16,
                    epochs=1, critic_epochs=1, critic_warmup=1, iterations=2, eval_tasks=1, gae_lambda=1.0,
                    reward_fn=f"{path}:same")
-    said, log = capsys.readouterr().out, records(folder)[1:]
+    log = records(folder)[1:]
     assert log[-1]["opt_steps"] == 9  # three of the policy, twice three of the critic
-    assert re.search(r"^1/\d+, \d+ s: (?!.*train/grad_norm).*critic/vf_loss \d", said, re.M)
-    assert re.search(r"^2/\d+, \d+ s: (?=.*train/grad_norm [^,]*[1-9]).*critic/vf_loss \d", said, re.M)
+    assert log[0]["critic/vf_loss"] > 0 and "train/grad_norm" not in log[0]
+    assert log[1]["critic/vf_loss"] > 0 and log[1]["train/grad_norm"] > 0
     assert [record["critic/vf_explained_var"] for record in log] == [0, 0] and validate(folder)["ok"]
     assert log[-1]["critic/values/max"] > log[-1]["critic/values/min"]
 

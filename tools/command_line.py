@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -59,13 +58,6 @@ def answers_in_json(main):
         return 0
 
     return guarded
-
-
-def flush_to_disk(path: Path) -> None:
-    """What was written to a file, or a name in a folder, outlives a power cut from here on."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def at_least(least: float, kind=int, most: float = math.inf):

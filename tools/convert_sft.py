@@ -34,7 +34,8 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, check_names_once, first_line, from_arrow, from_json, without_nulls
 from envs.chat import is_wanted
-from tools.command_line import answers_in_json, flush_to_disk
+from envs.files import flush_to_disk
+from tools.command_line import answers_in_json
 
 COLUMNS = ("instance_id", "messages", "model_patch", "run_name")
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "response", "instance_id", "run_name")])

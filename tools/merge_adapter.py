@@ -36,7 +36,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, first_line
-from tools.command_line import answers_in_json, flush_to_disk
+from envs.files import flush_to_disk
+from tools.command_line import answers_in_json
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
