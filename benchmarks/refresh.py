@@ -104,6 +104,19 @@ PONG = (
     "--iterations 50000 --eval-every 0 --eval-episodes 100 --eval-envs 20 --log-every 250 "
     f"--checkpoint-every 2500 --run-dir {RUNS}/a2c/pong",)
 
+SHOP = f"data={RUNS}/shop/rows.jsonl prompt=question"
+SHOP_RUN = (f"--model {RUNS}/shop/sft/checkpoints/step_000800 --max-response-tokens 10 "
+            "--prompts-per-iteration 16 --iterations 40 --eval-every 5 --eval-tasks 64 --eval-samples 2 "
+            "--max-concurrent 256")
+AGENT = (
+    f"python -m docs.agent.shop_env {RUNS}/shop/rows.jsonl",
+    f"python sft.py --env docs/agent/shop_env.py:Shop --env-kwargs {SHOP} --batch-size 64 --steps 800 "
+    f"--eval-every 0 --checkpoint-every 800 --max-response-tokens 10 --run-dir {RUNS}/shop/sft",
+    *seeds(f"python grpo_llm.py --env docs/agent/shop_env.py:Shop --env-kwargs {SHOP} {SHOP_RUN} "
+           f"--seed {{s}} --run-dir {RUNS}/shop/class/s{{s}}"),
+    *seeds(f"python grpo_llm.py --env agent --env-kwargs program=docs/agent/shop_openai.py:run {SHOP} "
+           f"{SHOP_RUN} --seed {{s}} --run-dir {RUNS}/shop/agent/s{{s}}"))
+
 
 class Figure(NamedTuple):
     name: str
@@ -200,6 +213,10 @@ FIGURES = (
     curve("openspiel_grpo", "grpo_llm.py sft.py envs/openspiel", 20, OPENSPIEL,
           f"--log {three('hex')} --smoothing 10 --panel 'held out' "
           "--title 'GRPO on whole games of hex 4x4 against random play, 3 seeds'", needs="pyspiel"),
+    curve("agent", "grpo_llm.py sft.py docs/agent envs/adapters/agent.py envs/adapters/endpoint.py", 8, AGENT,
+          f"--log {three('shop/agent')} --control {three('shop/class')} --control-label 'an Env class' "
+          "--panel 'held out' --title 'An agent of the openai client, 3 seeds, one CPU core'",
+          needs="openai"),
     Figure("arcagi3", ("docs/figures/arcagi3.gif",), ("envs/arcagi3",), "drawn", 0.2, (
         f"python tools/run_arc_eval.py --game-id maze-17 --scripted --out {RUNS}/arcagi3",
         f"cp {RUNS}/arcagi3/frames.gif docs/figures/arcagi3.gif")),
@@ -231,6 +248,8 @@ FIGURES = (
     cost("a2c_scale", "a2c_vecenv.py", 15, "a2c_vs_sb3.py scale --repeats 2"),
     cost("a2c_atari", "a2c_vecenv.py envs/pixels/atari.py", 5,
          "a2c_vs_sb3.py atari --steps 3200", needs=".venv-sb3"),
+    cost("agent_cost", "envs/adapters/agent.py envs/adapters/endpoint.py envs/__init__.py", 3, "agent.py",
+         needs="openai"),
     cost("logic", "envs/logic", 2, "logic.py"),
     cost("openspiel", "envs/openspiel", 3, "openspiel.py", needs="pyspiel"),
     Figure("pixel_goal_players", ("benchmarks/results/pixel_goal_players.csv",),

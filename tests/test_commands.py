@@ -48,6 +48,12 @@ ELSEWHERE = {
             "pip install gguf==0.19.0",
         ],
         "wandb==0.31.0": ["pip install wandb*"],
+        'python3 -m venv "$scratch/agents"': ["python3 -m venv .venv-agents"],
+        'pip" install openai==3.57.0': [
+            ".venv-agents/bin/pip install *",
+            "pip install openai==3.57.0",
+            "pip install 'pydantic-ai-slim[[]openai]==2.68.0'",
+        ],
         'python3 -m venv "$scratch/openenv"': ["python3 -m venv .venv-openenv"],
         'pip" install openenv==0.10.0': [".venv-openenv/bin/pip install openenv==0.10.0"],
         '-m venv "$scratch/arc"': ["python3.12 -m venv .venv-arc"],
@@ -99,6 +105,14 @@ ELSEWHERE = {
         "test_instances_may_be_exported_unjudged": ["python grpo_llm.py --env swe *dataset=*"],
         "test_predictions_of_a_run": ["python tools/export_predictions.py --run *"],
         "test_predictions_of_replies": ["python tools/export_predictions.py --replies *"],
+    },
+    "tests/test_agent_clients.py": {
+        "test_a_conversation_with_a_tool_is_one_segment": ["python tests/agent_programs.py *"],
+        "test_the_pages_example_trains": [
+            "python -m docs.agent.shop_env *",
+            "python sft.py --env docs/agent/shop_env.py:Shop *",
+            "*program=docs/agent/shop_openai.py:run *",
+        ],
     },
     "tests/test_tools.py": {
         "test_wandb_mirrors_a_log_while_it_is_written_and_resumed": ["python tools/track_run.py *"],
@@ -474,6 +488,7 @@ SHORT = {
         "--trl-python {trl}",
     "python benchmarks/grpo_vs_trl.py *": "--sizes 2x2x4 --repeats 1 --trl-python {trl}",
     "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {trl}",
+    "python benchmarks/agent.py*": "--prompts 8 --repeats 1",
     "python benchmarks/logic.py *": "--tasks 10",
     "python benchmarks/losses.py *": "",
     "python benchmarks/openspiel.py*": "--cases tic_tac_toe --seconds 0.05",

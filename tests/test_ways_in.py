@@ -25,6 +25,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:environment rows")
 WAYS = re.findall(r"^\| (.+?) \| `(--env .+?)` \|", (ROOT / "docs/environments.md").read_text(), re.MULTILINE)
 QUICK = ("questions with a number as the answer", "a file and reward functions made for TRL",
          "a class of your own")
+# As one of the openai client, of nothing but Python.
+AGENT = '''
+import json, os, sys, urllib.request
+
+def run(task, base_url, api_key):
+    body = json.dumps(dict(model="policy", messages=[dict(role="user", content=task["question"])]))
+    request = urllib.request.Request(f"{base_url}/chat/completions", body.encode(), {
+        "Authorization": f"Bearer {api_key}", "Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return float(json.load(answer)["choices"][0]["message"]["content"] == task["answer"])
+
+if __name__ == "__main__":
+    print(run(json.load(sys.stdin), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
+'''
 TINY = dict(iterations=2, prompts_per_iteration=2, group_size=2, eval_tasks=2, eval_samples=2,
             max_response_tokens=6, eval_every=0, log_episodes=1.0)
 
@@ -75,6 +89,8 @@ def write_files(tmp_path):
         "def brief(completions, **columns):\n"
         "    texts = [completion[-1]['content'] for completion in completions]\n"
         "    return [None if '?' in text else 1 / (1 + len(text)) for text in texts]\n")
+    write(tmp_path / "tasks.jsonl", number_rows())
+    (tmp_path / "my_agent.py").write_text(AGENT)
     page = (ROOT / "docs/design.md").read_text()
     example = re.search(r"\n(    import dataclasses\n.+?)\n\nFor several turns", page, re.DOTALL)[1]
     (tmp_path / "my_env.py").write_text(re.sub(r"^    ", "", example, flags=re.MULTILINE))
