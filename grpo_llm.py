@@ -112,7 +112,7 @@ class Args:
     max_context_tokens: PositiveInt = 4096  # prompt and response; a longer history loses old turns [tokens]
     temperature: PositiveFloat = 1.0  # sampling temperature; the trainer divides its logits by it too
     dynamic_sampling: NonNegativeInt = 0  # extra rounds, at most, until enough groups are trainable (DAPO)
-    max_concurrent: NonNegativeInt = 0  # episodes that run at once, sub-agents not counted; 0: all
+    max_concurrent: NonNegativeInt = 0  # episodes at once, without sub-agents; 0: all (of agents: 256)
     max_turns: NonNegativeInt = 0  # replies after which an episode ends; 0: the environment's own limit
     episode_timeout: NonNegativeFloat = 0.0  # time limit of an episode; 0: none [s]
     train_sub_agents: bool = False  # train the sub-agents that episodes call, too, with their reward
@@ -865,8 +865,8 @@ class Player:
     async def play_all(self, rollouts):
         """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
         waiting = iter(rollouts)  # all workers draw from it
-        self.engine.begin_rollout(self.args.max_concurrent or len(rollouts))
-        # Of replies: how many an episode of several turns has is not known.
+        self.engine.begin_rollout(self.args.max_concurrent or self.env.at_once or len(rollouts))
+        # Of replies; of several turns it is not known.
         total = None if self.env.multi_turn else len(rollouts)
         self.engine.bar = tqdm(total=total, unit=" replies", leave=False, delay=1, disable=RANK > 0 or None)
 
@@ -915,7 +915,7 @@ class Player:
                     await self.call.close(episode)
 
     async def play_turns(self, r, episode):
-        """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
+        """Each turn: a reply, the environment's step, the sub-agents that it calls.  -> termination"""
         if not 0 < len(r.prompt_ids) <= self.args.max_context_tokens - self.args.max_response_tokens:
             return "context"
         while True:
@@ -1340,7 +1340,7 @@ class HfEngine(Engine):
             while True:
                 waiting = await self.next_requests(of_all=True)
                 longest = max(len(request.prompt_ids) for request in waiting) + self.args.max_response_tokens
-                size = max(1, 16 * self.args.microbatch_tokens // longest)  # cached tokens take less memory
+                size = max(1, 16 * self.args.microbatch_tokens // longest)  # a cached token is small
                 for start in range(0, len(waiting), size):
                     self.answer(waiting[start:start + size])
 

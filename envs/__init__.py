@@ -166,6 +166,7 @@ class Env:
     multi_turn = False  # True: a step may answer with messages and go on
     blocking = False  # True: a step waits for a process or a server, so that callers run it in a thread
     threads = 8  # such steps at once
+    at_once = 0  # episodes at once, unless --max-concurrent says it; 0: all
     # Words of all prompts and solutions, for a tokenizer with a token per word, which sft.py makes where a
     # model is made too (None: one of bytes).
     vocabulary: list[str] | None = None

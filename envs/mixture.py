@@ -54,6 +54,7 @@ class Mixture(Env):
         self.pattern = [short for short, (_, weight) in weights.items() for _ in range(weight)]
         self.multi_turn = any(env.multi_turn for env in self.envs.values())
         self.blocking = any(env.blocking for env in self.envs.values())
+        self.at_once = min((env.at_once for env in self.envs.values() if env.at_once), default=0)
         self.threads = max(env.threads for env in self.envs.values())
         self.identity = "".join(env.identity for env in self.envs.values())
         words = [env.vocabulary for env in self.envs.values()]

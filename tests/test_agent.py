@@ -785,3 +785,25 @@ def test_in_a_mixture_each_prompt_is_the_agents(make, tmp_path):
     assert first.task.id.startswith("agent:")
     assert texts_of(first) == [rendered(user("from the agent"), said("a"))]
     assert second.task.source == "rows" and first.reward == 1
+
+
+@pytest.mark.parametrize(("flags", "most"), [({}, 3), (dict(max_concurrent=2), 2)])
+def test_so_many_agents_run_at_once(make, flags, most):
+    running, seen = [], []
+
+    def agent(client, task):
+        running.append(task)
+        seen.append(len(running))
+        client([HELLO])
+        running.remove(task)
+        return 1
+
+    env = make(agent)
+    assert env.at_once == 256
+    env.at_once = 3
+    play(env, lambda text: "a", count=8, **flags)
+    assert max(seen) == most
+
+
+def test_so_many_commands_run_at_once(command):
+    assert command(ASK).at_once == 32

@@ -81,6 +81,7 @@ class Agent(rows.Rows):
     whole_rows = True
     multi_turn = True
     threads = 100_000  # a call waits for the agent, which may take long
+    at_once = 256  # each has a thread and a connection, of which a client may have 1,000 at most
 
     def __init__(self, config: Config):
         check_option("agent", config, bool(config.program) != bool(config.command), "program",
@@ -97,6 +98,7 @@ class Agent(rows.Rows):
             file = config.program.rpartition(":")[0]
             self.identity = envs.read_text(file) if file.endswith(".py") else file
         else:
+            self.at_once = 32  # processes
             with envs.as_bad_input(f"environment agent: option command={config.command}"):
                 program, *_ = shlex.split(config.command)
                 if not shutil.which(program):
