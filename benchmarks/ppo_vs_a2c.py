@@ -7,15 +7,15 @@
     python benchmarks/ppo_vs_a2c.py --plot
 
 Each run is a process of its own on one thread. Counted is its CPU time from the first rollout on without that
-of evaluations. The CSV grows by the rows of a run as it ends; a run that was killed begins anew. After so many
-steps as `stop` says a run is stopped, its schedules being those of the whole run.
+of evaluations. The CSV grows by the rows of a run as it ends; a run that was killed begins anew. `stop` ends
+a run before its last iteration; its schedules are those of the whole run.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
+import importlib
 import json
 import os
 import signal
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from sides import REPOSITORY, append_csv, check_environment
+from sides import REPOSITORY, append_csv, check_environment, load_ppo
 
 SEEDS = (1, 2, 3)
 SCRIPTS = ("a2c_vecenv", "ppo_vecenv")
@@ -56,26 +56,12 @@ PROBLEMS = {
 }
 
 
-def load(name, folder):
-    """A script, or what docs/variants.md makes of one."""
-    path = REPOSITORY / f"{name}.py"
-    if name == "ppo_vecenv":
-        path = Path(folder, f"{name}.py")
-        subprocess.run(["patch", "a2c_vecenv.py", "docs/variants/ppo_vecenv.diff", "-o", path],
-                       cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def work(problem_name, script_name, seed, smoke):
     """Run one script to its end; print a JSON line for each of its records."""
     problem, evaluating, rows = PROBLEMS[problem_name], 0.0, []
     sys.path.insert(0, str(REPOSITORY))
     with tempfile.TemporaryDirectory() as folder:
-        script = load(script_name, folder)
+        script = load_ppo() if script_name == "ppo_vecenv" else importlib.import_module(script_name)
         evaluate, record, begin = script.evaluate, script.Run.record, script.Run.open
 
         def timed_evaluate(*given, **options):
@@ -182,7 +168,7 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--smoke", action="store_true", help="two records a run, to try it out")
     parser.add_argument("--csv", default="docs/results/variants_ppo.csv")
-    parser.add_argument("--work", nargs=3, metavar=("PROBLEM", "SCRIPT", "SEED"), help="a run, in this process")
+    parser.add_argument("--work", nargs=3, metavar=("PROBLEM", "SCRIPT", "SEED"), help="in this process")
     options = parser.parse_args()
     check_environment("torch", "numpy", "tyro", "pydantic", "gymnasium", "PIL")
     if options.work:
