@@ -127,7 +127,7 @@ def print_table(rows):
         for seed in sorted(by_seed):
             first = reached(by_seed[seed], problem.target)
             steps.append(f"{int(first['env_steps']):,}" if first else "never")
-            seconds.append(f"{float(first['cpu_s']):.1f}" if first else "")
+            seconds.append(f"{float(first['cpu_s']):.1f}" if first else "never")
         last = [group[-1] for group in by_seed.values()]
         speed = statistics.median(int(row["env_steps"]) / float(row["cpu_s"]) for row in last)
         ends = ", ".join(f"{float(row['value']):.4g}" for row in last)

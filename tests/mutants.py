@@ -73,6 +73,7 @@ TESTS = {
     "tools/watch_run.py": ("watch_run", ""),
     "tools/": ("tools", ""),
     "docs/reading/": ("reading rl_maths", ""),
+    "docs/variants/ppo_vecenv.diff": ("variants", "transition or surrogate"),
 }
 
 # file -> name: (text that the file holds exactly once, what takes its place)
@@ -770,6 +771,22 @@ MUTANTS = {
     "envs/adapters/openenv.py": {
         "what is held out is trained on": ('index if split == "test" else TEST_SEEDS + index', "index"),
         "one seed overlaps": ("else TEST_SEEDS + index}", "else TEST_SEEDS - 1 + index}"),
+    },
+    "docs/variants/ppo_vecenv.diff": {
+        "the larger surrogate": ("-torch.min(ratio", "-torch.max(ratio"),
+        "only large ratios are clipped": ("ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(None, 1 + clip)"),
+        "the smaller error of the value": ("value_loss.maximum(", "value_loss.minimum("),
+        "values near the returns": ("near = old_values + (", "near = returns + ("),
+        "normalised over the rollout": ("all_rows(advantages, env)[mb]", "all_rows(advantages, env)"),
+        "drawn with replacement": (
+            "torch.randperm(rollout_steps,", "torch.randint(rollout_steps, (rollout_steps,),"),
+        "observations are overwritten": ("seen = obs.clone()", "seen = obs"),
+        "the ratio is 1": ('- batch["logprobs"][mine]', '- policy.log_prob(batch["actions"][mine]).detach()'),
+        "not the minibatch's mean": ("(loss.sum() / mb.sum())", "(loss.sum() / args.num_envs)"),
+        "entropy bonus does not decay": ("args.entropy_coef * frac * policy", "args.entropy_coef * policy"),
+        "optimiser steps of one epoch": ("opt_steps=iteration * args.epochs *", "opt_steps=iteration *"),
+        "the first minibatch is left out": ("== number  #", "== number + 1  #"),
+        "a minibatch of one transition": ("< 2 * self.minibatches", "< self.minibatches"),
     },
     "docs/reading/grpo.py": {
         "sample deviation": ("rewards.std(1, keepdim=True, correction=0)", "rewards.std(1, keepdim=True)"),
