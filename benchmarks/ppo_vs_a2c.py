@@ -31,6 +31,7 @@ from sides import REPOSITORY, append_csv, check_environment, load_ppo
 
 SEEDS = (1, 2, 3)
 SCRIPTS = ("a2c_vecenv", "ppo_vecenv")
+COLORS = dict(a2c_vecenv="#D55E00", ppo_vecenv="#0072B2")
 
 
 class Problem(NamedTuple):
@@ -150,17 +151,19 @@ def plot(rows, path):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
     groups = groups_of(rows)
     names = list(dict.fromkeys(name for name, _ in groups))
     figure, axes = plt.subplots(2, len(names), figsize=(3.6 * len(names), 5.4), squeeze=False)
     for (name, script), by_seed in groups.items():
         for axis, x in zip(axes[:, names.index(name)], ("env_steps", "cpu_s"), strict=True):
             for seed, group in by_seed.items():
+                label = f"{script}.py" if seed == min(by_seed) else None
                 axis.plot([float(row[x]) for row in group], [float(row["value"]) for row in group], lw=1,
-                          color="#0072B2" if script == "ppo_vecenv" else "#D55E00", alpha=0.8,
-                          label=f"{script}.py" if seed == min(by_seed) else None)
+                          color=COLORS[script], alpha=0.8, label=label)
             axis.axhline(PROBLEMS[name].target, color="grey", lw=0.7, ls=":")
             axis.set_xlabel("environment steps" if x == "env_steps" else "CPU seconds, evaluation left out")
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))
             axis.grid(alpha=0.3)
         axes[0, names.index(name)].set_title(f"{name}: {PROBLEMS[name].measure}", fontsize=9)
     axes[0, 0].legend(fontsize=8)

@@ -67,7 +67,7 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
     lines = path.read_text().splitlines()[2:]
     added = [line[1:] for line in lines if line.startswith("+")]
     removed = sum(line.startswith("-") for line in lines)
-    most = 100 if diff == "ppo_vecenv.diff" else 59  # the loop's last two stages are indented anew
+    most = 101 if diff == "ppo_vecenv.diff" else 59  # the loop's last two stages are indented anew
     assert len(added) < 60 and (len(added) + removed <= most or removed > 4 * len(added))
     assert max(map(len, added)) <= 110
 
