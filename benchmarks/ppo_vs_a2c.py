@@ -47,7 +47,7 @@ PROBLEMS = {
     "pixel-goal": Problem(
         "success_rate", 0.95, dict(eval_every=0, log_every=10), dict(a2c_vecenv={}, ppo_vecenv={}),
         dict(a2c_vecenv=300_000, ppo_vecenv=102_400)),
-    # The flags of docs/a2c_vecenv.md, and the RL Zoo's of PPO but for epochs and minibatches.
+    # The flags of docs/a2c_vecenv.md; the RL Zoo's of PPO but for epochs, minibatches, the value's weight.
     "CartPole-v1": Problem(
         "eval/greedy_return", 500.0, dict(num_envs=8, hidden_size=64, eval_envs=100, eval_episodes=100), dict(
             a2c_vecenv=dict(iterations=3900, learning_rate=3e-3, entropy_coef=0.03, eval_every=80),
