@@ -5,6 +5,7 @@
     python benchmarks/a2c_vs_sb3.py scale                # ours with 64 to 16,384 environments
     python benchmarks/a2c_vs_sb3.py cartpole             # CartPole-v1 to a greedy return of 500
     python benchmarks/a2c_vs_sb3.py atari                # Pong, same network and preprocessing, steps/s
+    python benchmarks/a2c_vs_sb3.py ppo                  # as pixels, of PPO: docs/variants/ppo_vecenv.diff
 
 Each side is a process of its own on the same core: ours runs a2c_vecenv.main itself, stable-baselines3's runs
 A2C.learn. They take turns, a block of iterations each, so that a machine that slows down slows all of them;
@@ -14,7 +15,8 @@ every 20 iterations); stable-baselines3's is off. Block 0 warms up and is left o
 
 `pixels` first prints two checks: that TileWorld below is the world of envs/pixels/pixel_goal.py, and that
 from the same weights, on the same rollout (time limits in it), A2C.train of stable-baselines3 computes our
-gradient.
+gradient. `ppo` does so with PPO.train and old log-probabilities that are off by some noise, so that the clip
+counts.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from sides import REPOSITORY, Worker, check_environment, in_turn
+from sides import REPOSITORY, Worker, check_environment, in_turn, load_ppo
 
 check_environment("gymnasium", "numpy", "torch", "tyro", "pydantic", "PIL")
 import gymnasium  # noqa: E402
@@ -82,9 +84,17 @@ class Gate:
 # Ours
 
 
+def script_of(job):
+    """a2c_vecenv.py, or in mode `ppo` the variant of it."""
+    if job["mode"] == "ppo":
+        return load_ppo()
+    import a2c_vecenv
+    return a2c_vecenv
+
+
 def work_ours(job, gate):
-    """Run a2c_vecenv.main, with a gate before each rollout."""
-    import a2c_vecenv as script
+    """Run the script's main, with a gate before each rollout."""
+    script = script_of(job)
     rollout = script.rollout
 
     def gated(agent, *rest):
@@ -241,12 +251,12 @@ def sb3_batched(env):
 
 
 def sb3_model(job, worlds, env, args):
-    """A2C of stable-baselines3 with our network, our optimiser and our hyperparameters."""
+    """A2C or PPO of stable-baselines3 with our network, our optimiser and our hyperparameters."""
     import torch
-    from stable_baselines3 import A2C
+    from stable_baselines3 import A2C, PPO
     from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
-    import a2c_vecenv as script
+    script = script_of(job)
 
     class Encoder(BaseFeaturesExtractor):
         def __init__(self, space):
@@ -257,22 +267,26 @@ def sb3_model(job, worlds, env, args):
         def forward(self, obs):
             return self.body(obs / env.obs_high)
 
-    model = A2C(
+    kind, more = A2C, {}
+    if job["mode"] == "ppo":
+        kind = PPO
+        more = dict(n_epochs=args.epochs, clip_range=args.clip,
+                    batch_size=args.num_envs * args.num_steps // args.minibatches)
+    model = kind(
         "CnnPolicy", worlds, learning_rate=args.learning_rate, n_steps=args.num_steps, gamma=args.gamma,
         gae_lambda=args.gae_lambda, ent_coef=args.entropy_coef, vf_coef=args.value_coef,
         max_grad_norm=args.max_grad_norm, normalize_advantage=args.normalize_advantages, device="cpu",
         seed=job["seed"], policy_kwargs=dict(
             features_extractor_class=Encoder, normalize_images=False, net_arch=[],
-            optimizer_class=torch.optim.Adam, optimizer_kwargs=dict(eps=1e-5, fused=True)))
+            optimizer_class=torch.optim.Adam, optimizer_kwargs=dict(eps=1e-5, fused=True)), **more)
     model.policy.to(memory_format=torch.channels_last)  # as ours
     return model
 
 
 def script_args(job, **more):
-    """The flags that both sides share: a2c_vecenv.py's defaults, but for what is named here."""
-    import a2c_vecenv as script
+    """The flags that both sides share: the script's defaults, but for what is named here."""
     flags = dict(num_envs=job["envs"], num_steps=job["steps"], seed=job["seed"])
-    return script.Args(**flags | job["flags"] | more)
+    return script_of(job).Args(**flags | job["flags"] | more)
 
 
 def work_sb3(job, gate):
@@ -292,7 +306,7 @@ def work_sb3(job, gate):
 
         gate.evaluate = lambda: greedy_return(choose)
     else:
-        import a2c_vecenv as script
+        script = script_of(job)
         args = script_args(job, env_id=job["env"])
         atari = job["mode"] == "atari"
         env = script.make_env(args, 1 if atari else job["envs"], torch.device("cpu"))
@@ -315,14 +329,18 @@ def work_sb3(job, gate):
 
 
 def work_check(job, gate):
-    """One rollout of ours; its gradient, and that of A2C.train on the same rollout from the same weights."""
+    """One rollout of ours; its gradient, and that of their `train` on the same rollout and weights."""
     import torch
 
-    import a2c_vecenv as script
+    script = script_of(job)
     torch.set_num_threads(1)
     text = check_world()
     # A short time limit, so that the rollout has every kind of end in it.
-    args = script_args(job, max_grad_norm=1e9, env_kwargs=("max_steps=5", "difficulty=4", "k_consecutive=1"))
+    more = {}
+    if job["mode"] == "ppo":
+        more = dict(epochs=1, minibatches=1)
+    args = script_args(job, max_grad_norm=1e9, **more,
+                       env_kwargs=("max_steps=5", "difficulty=4", "k_consecutive=1"))
     env = script.make_env(args, args.num_envs, torch.device("cpu"))
     torch.manual_seed(1)
     agent = script.Agent(env, args.network, args.hidden_size)
@@ -349,8 +367,17 @@ def work_check(job, gate):
                             batch["reset_mask"], args.gamma, args.gae_lambda)
     returns = advantages + values
     normal = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    loss = script.a2c_loss(batch["logprobs"], batch["entropies"], batch["values"], normal, returns,
-                           args.value_coef, args.entropy_coef)[0]
+    old_logprobs = batch["logprobs"].detach()
+    if job["mode"] == "ppo":
+        old_logprobs = old_logprobs + 0.3 * torch.randn_like(old_logprobs)
+        rows = script.ppo_losses(batch["logprobs"] - old_logprobs, batch["values"], values, normal, returns,
+                                 args.clip, args.clip_value)
+        loss = (rows["policy_loss"] + args.value_coef * rows["value_loss"]).mean()
+        loss -= args.entropy_coef * batch["entropies"].mean()
+        text += f"\n{rows['clipfrac'].mean():.2f} of the ratios are beyond the clip"
+    else:
+        loss = script.a2c_loss(batch["logprobs"], batch["entropies"], batch["values"], normal, returns,
+                               args.value_coef, args.entropy_coef)[0]
     loss.backward()
 
     buffer, starts = model.rollout_buffer, np.ones(args.num_envs, bool)
@@ -358,8 +385,7 @@ def work_check(job, gate):
     for t, (shown, actions) in enumerate(seen):
         cut = (batch["truncated"] & ~batch["terminated"])[t]
         rewards = batch["rewards"][t] + args.gamma * batch["next_values"][t] * cut  # as collect_rollouts does
-        buffer.add(shown, actions[:, None], rewards.numpy(), starts, values[t],
-                   batch["logprobs"][t].detach())
+        buffer.add(shown, actions[:, None], rewards.numpy(), starts, values[t], old_logprobs[t])
         starts = batch["reset_mask"][t].numpy()
     with torch.no_grad():
         last = policy.predict_values(obs)
@@ -528,10 +554,10 @@ def job_of(mode, case, side, envs, steps, block, env="pixel-goal", seed=1, **fla
                 flags=flags)
 
 
-def pixels(options):
+def pixels(options, mode="pixels"):
     for network in options.networks.split(","):
         flags = dict(network=network, hidden_size=HIDDEN[network])
-        check = start(options, job_of("check", network, "check", 64, 8, 0, **flags) | dict(iterations=0))
+        check = start(options, job_of(mode, network, "check", 64, 8, 0, **flags) | dict(iterations=0))
         print(check.first["text"], flush=True)
         check.close()
         if not check.first["error"] < 1e-4:
@@ -539,12 +565,18 @@ def pixels(options):
         jobs = []
         for side in options.sides.split(","):
             more = dict(dtype="bfloat16") if side == "ours-bfloat16" else {}
-            jobs.append(job_of("pixels", f"{network} 64 x {options.num_steps}", side, 64, options.num_steps,
+            jobs.append(job_of(mode, f"{network} 64 x {options.num_steps}", side, 64, options.num_steps,
                                options.steps // (64 * options.num_steps), **flags, **more))
         rows = compare(options, jobs, 1 + options.repeats)
         sb3 = [side for side in options.sides.split(",") if side.startswith("sb3")] or [jobs[0]["side"]]
         best = min(sb3, key=lambda side: sum(row["cpu_s"] for row in rows if row["side"] == side))
         summarise(rows, "the pixel goal", (jobs[0]["case"], best))
+
+
+def ppo(options):
+    """The default epochs and minibatches; a CleanRL-like loop is not among the sides."""
+    options.sides = ",".join(side for side in options.sides.split(",") if not side.startswith("loop"))
+    pixels(options, "ppo")
 
 
 def variants(options):
@@ -600,11 +632,11 @@ def atari(options):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    modes = dict(pixels=pixels, scale=scale, cartpole=cartpole, atari=atari)
+    modes = dict(pixels=pixels, scale=scale, cartpole=cartpole, atari=atari, ppo=ppo)
     parser.add_argument("mode", choices=(*modes, "worker"))
     parser.add_argument("--repeats", type=int, default=5, help="measured blocks")
     parser.add_argument("--steps", type=int, default=16384, help="environment steps in a block (at least)")
-    parser.add_argument("--num-steps", type=int, default=8, help="of `pixels`: steps in a rollout")
+    parser.add_argument("--num-steps", type=int, default=8, help="of `pixels`, `ppo`: steps in a rollout")
     parser.add_argument("--networks", default="small,nature", help="with commas")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of `scale`")
     parser.add_argument("--sizes", default="64x8,64x4,1024x8,1024x4,4096x4,16384x4",
@@ -624,7 +656,7 @@ def main():
         side = "ours" if job["mode"] == "scale" else job["side"].split("-")[0]
         dict(ours=work_ours, sb3=work_sb3, check=work_check, loop=work_loop)[side](job, gate)
         return
-    if options.mode in ("pixels", "cartpole", "atari"):
+    if options.mode != "scale":
         check_environment("torch", "gymnasium", "stable_baselines3", "tyro", "pydantic", "ale_py", "cv2",
                           python=options.sb3_python, made_by="sb3")
     if options.mode == "atari":

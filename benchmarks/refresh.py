@@ -207,6 +207,10 @@ FIGURES = (
           f"--log {three('decoupled')} --log {three('summed')} --log {three('summed_points')} "
           "--label GDPO sum 'sum, second part x 10' --key val/countdown/pass@1 val/countdown/ordered "
           "--title 'Countdown with a second part of the reward, 3 seeds each'"),
+    Figure("variants_ppo", ("docs/results/variants_ppo.csv", "docs/figures/variants_ppo.png"),
+           ("a2c_vecenv.py", "docs/variants/ppo_vecenv.diff"), "learning", 15, (
+               "rm -f docs/results/variants_ppo.csv",
+               "python benchmarks/ppo_vs_a2c.py", "python benchmarks/ppo_vs_a2c.py --plot"), needs="ale_py"),
     curve("logic_dyck", "grpo_llm.py sft.py envs/logic", 15, LOGIC,
           f"--log {three('logic')} --panel 'held out' "
           "--title 'GRPO on logic/dyck_language, 3 seeds, one CPU core'"),
@@ -244,6 +248,8 @@ FIGURES = (
     cost("update_memory", "grpo_llm.py", 4, "update_memory.py"),
     cost("sft_vs_trl_speed", "sft.py", 6, "sft_vs_trl.py speed", needs=".venv-trl"),
     cost("a2c_pixels", "a2c_vecenv.py", 6, "a2c_vs_sb3.py pixels --steps 6144", needs=".venv-sb3"),
+    cost("ppo_pixels", "a2c_vecenv.py docs/variants/ppo_vecenv.diff", 6,
+         "a2c_vs_sb3.py ppo --networks small --steps 2048 --num-steps 16", needs=".venv-sb3"),
     cost("a2c_cartpole", "a2c_vecenv.py", 8, "a2c_vs_sb3.py cartpole", needs=".venv-sb3"),
     cost("a2c_scale", "a2c_vecenv.py", 15, "a2c_vs_sb3.py scale --repeats 2"),
     cost("a2c_atari", "a2c_vecenv.py envs/pixels/atari.py", 5,

@@ -7,6 +7,7 @@ asks for a block of iterations, and answers what the block cost.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import csv
 import importlib.util
@@ -44,6 +45,20 @@ def check_environment(*packages, python=sys.executable, made_by="ours"):
         missing = found.stdout.split() if found.returncode == 0 else packages
     if missing:
         sys.exit(f"error: {python} has no {', '.join(missing)}; run: {command}")
+
+
+def load_ppo():
+    """-> the module that docs/variants.md makes of a2c_vecenv.py with ppo_vecenv.diff"""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)  # a run reads the file of its script
+    path = Path(folder.name, "ppo_vecenv.py")
+    subprocess.run(["patch", "a2c_vecenv.py", "docs/variants/ppo_vecenv.diff", "-o", path], cwd=REPOSITORY,
+                   check=True, stdout=subprocess.DEVNULL)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def check_smollm2():

@@ -78,6 +78,7 @@ TESTS = {
     "tools/": ("tools", ""),
     "docs/reading/": ("reading rl_maths", ""),
     "docs/rewards/": ("rewards", ""),
+    "docs/variants/ppo_vecenv.diff": ("variants", "transition or surrogate"),
 }
 
 # file -> name: (text that the file holds exactly once, what takes its place)
@@ -874,6 +875,22 @@ MUTANTS = {
         "a text is a score": (
             "type(score) not in (int, float) or not 0 <= score <= 1", "not 0 <= float(score) <= 1"),
         "any number is a score": (" or not 0 <= score <= 1:", ":"),
+    },
+    "docs/variants/ppo_vecenv.diff": {
+        "the larger surrogate": ("-torch.min(ratio", "-torch.max(ratio"),
+        "only large ratios are clipped": ("ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(None, 1 + clip)"),
+        "the smaller error of the value": ("value_loss.maximum(", "value_loss.minimum("),
+        "values near the returns": ("near = old_values + (", "near = returns + ("),
+        "normalised over the rollout": ("all_rows(advantages, env)[mb]", "all_rows(advantages, env)"),
+        "drawn with replacement": (
+            "torch.randperm(rollout_steps,", "torch.randint(rollout_steps, (rollout_steps,),"),
+        "observations are overwritten": ("seen = obs.clone()", "seen = obs"),
+        "the ratio is 1": ('- batch["logprobs"][mine]', '- policy.log_prob(batch["actions"][mine]).detach()'),
+        "not the minibatch's mean": ("(loss.sum() / mb.sum())", "(loss.sum() / args.num_envs)"),
+        "entropy bonus does not decay": ("args.entropy_coef * frac * policy", "args.entropy_coef * policy"),
+        "optimiser steps of one epoch": ("opt_steps=iteration * args.epochs *", "opt_steps=iteration *"),
+        "the first minibatch is left out": ("== number  #", "== number + 1  #"),
+        "a minibatch of one transition": ("< 2 * self.minibatches", "< self.minibatches"),
     },
     "docs/reading/grpo.py": {
         "sample deviation": ("rewards.std(1, keepdim=True, correction=0)", "rewards.std(1, keepdim=True)"),

@@ -20,8 +20,8 @@ from tests.run_folders import ROOT, load_script, needs_git, records, variants
 
 ARGUMENTS = {"a2c_vs_sb3": "scale", "agent": "", "gpu": "all --out OUT", "grpo_vs_trl": "step",
              "logic": "--out OUT", "losses": "--list", "openspiel": "", "overlap": "", "pixel_goal": "speed",
-             "rewards": "", "rollout": "", "sampler": "updates", "scaling": "", "sft_vs_trl": "speed",
-             "smollm2": "--jobs 1", "update_memory": ""}
+             "ppo_vs_a2c": "--list", "rewards": "", "rollout": "", "sampler": "updates", "scaling": "",
+             "sft_vs_trl": "speed", "smollm2": "--jobs 1", "update_memory": ""}
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
 
 
@@ -195,6 +195,20 @@ def test_the_table_of_a_real_model_has_each_evaluation_and_the_time_without_them
     assert [(row["iteration"], row["minutes"], row["greedy"]) for row in rows] == [(0, 1, 0.25), (2, 3, 0.25)]
     smollm2.print_table(rows, tmp_path)
     assert "| grpo_2 | 2 | 3.0 | 200 | 0.250 | 0.250 | 0.250 |  | 3.0 |" in capsys.readouterr().out
+
+
+def test_the_table_of_ppo_has_the_first_record_that_reaches_the_target(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ppo_vs_a2c
+    curves = {("ppo_vecenv", 1): (10, 500, 9), ("ppo_vecenv", 2): (10, 20, 30),
+              ("a2c_vecenv", 1): (10, 20, 500)}
+    rows = [dict(problem="CartPole-v1", script=script, seed=str(seed), env_steps=str(1000 * number),
+                 cpu_s=str(2.0 * number), value=str(value))
+            for (script, seed), values in curves.items() for number, value in enumerate(values, 1)]
+    ppo_vs_a2c.print_table(rows)
+    a2c, ppo = [line.split(" | ")[2:] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert a2c == ["a2c_vecenv.py", "3,000", "6.0", "500", "500 |"]
+    assert ppo == ["ppo_vecenv.py", "2,000; never", "4.0; never", "500", "9, 30 |"]
 
 
 @pytest.fixture

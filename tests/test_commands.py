@@ -494,6 +494,7 @@ SHORT = {
     "python benchmarks/openspiel.py*": "--cases tic_tac_toe --seconds 0.05",
     "python benchmarks/overlap.py*": "--engine hf --iterations 4 --repeats 1",
     "python benchmarks/pixel_goal.py *": "--repeats 1",
+    "python benchmarks/ppo_vs_a2c.py*": "--list",
     "python benchmarks/rollout.py*": "--repeats 1",
     "python benchmarks/sampler.py table": "",
     "python benchmarks/sampler.py *": "--only tiny_1x2x4_full_1 --engine hf",

