@@ -883,7 +883,8 @@ MUTANTS = {
         "values near the returns": ("near = old_values + (", "near = returns + ("),
         "normalised over the rollout": ("all_rows(advantages, env)[mb]", "all_rows(advantages, env)"),
         "drawn with replacement": (
-            "torch.randperm(rollout_steps,", "torch.randint(rollout_steps, (rollout_steps,),"),
+            "torch.randperm(args.num_envs * args.num_steps,",
+            "torch.randint(args.num_steps * args.num_envs, (args.num_steps * args.num_envs,),"),
         "observations are overwritten": ("seen = obs.clone()", "seen = obs"),
         "the ratio is 1": ('- batch["logprobs"][mine]', '- policy.log_prob(batch["actions"][mine]).detach()'),
         "not the minibatch's mean": ("(loss.sum() / mb.sum())", "(loss.sum() / args.num_envs)"),
