@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import envs
 import grpo_llm
@@ -21,8 +22,8 @@ import ppo_llm
 from envs.adapters import agent as agent_module
 from envs.adapters import endpoint as endpoint_module
 from tests.agent_client import Client, ServerError, post
-from tests.run_folders import ROOT, timeless, train, write_jsonl
-from tests.test_rollout import AT_1, CHATML, Speaker, byte_tokenizer, check_tokens, until
+from tests.run_folders import ROOT, full_forward, slow_but, timeless, train, write_jsonl
+from tests.test_rollout import AT_1, CHATML, QWEN3, Speaker, byte_tokenizer, check_tokens, until
 
 # With functions, as Qwen's templates write them.
 TOOLS = ("{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}" + CHATML).replace(
@@ -306,6 +307,46 @@ def test_which_conversations_learn(make, script, which, trained):
         ((segments),) = script.trainable_groups(rollouts, args)
         assert len(segments) == 2 * trained
     assert [len([r] if not r.seat_rewards else r.family) for r in rollouts] == [trained, trained]
+
+
+@pytest.mark.parametrize("template", slow_but((QWEN3,), (CHATML, QWEN3)))
+def test_every_segment_is_what_the_model_saw(make, random_llama, template):
+    """The sampler is the model itself: each segment's log-probabilities are those of its own full forward."""
+    tokenizer = byte_tokenizer(template, alphabet="abcdefghijklmnopqrstuvwxyz\n")
+    marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<|im_end|>"])
+    model = random_llama(vocab_size=len(tokenizer), seed=2, initializer_range=0.2, dtype=torch.float32)
+    model.lm_head = torch.nn.Linear(16, len(tokenizer))
+    with torch.no_grad():  # so that it thinks, and ends
+        model.lm_head.bias.zero_()[marks] = torch.tensor([1.0, 2.0, 2.5])
+    model.generation_config.eos_token_id = marks[-1]
+
+    def agent(client, task):
+        messages = [user("go")]
+        for text in ("on", "more", "end"):
+            messages += [client(messages), user(text)]
+            client([user("aside"), user(text)])
+            client.together([user("a")], [user("b")])
+        client([messages[0], *messages[3:]])  # a history that was cut
+        return 1
+
+    args = grpo_llm.Args(max_response_tokens=24)
+    env = make(agent)
+    rollouts = grpo_llm.rollout(grpo_llm.HfEngine(model, tokenizer, args), tokenizer, env,
+                                [env.task("train", n) for n in range(4)], 2, AT_1, args,
+                                grpo_llm.episode_reward)
+    forks = 0
+    for member in (member for r in rollouts for member in r.family):
+        for segment in member.segments:
+            with torch.no_grad():
+                expected, _ = full_forward(model, segment, 1.0)
+            expected *= torch.tensor(segment.response_mask)
+            assert segment.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        assert len(member.turns) == sum(m["role"] == "assistant"
+                                        for m in member.messages[len(member.task.messages):])
+        forks += len(member.segments) - 1
+    done = [r for r in rollouts if r.termination == "done"]  # else a reply was cut
+    assert done and all(len(r.turns) == 3 and r.info["conversations"] == 11 for r in done)
+    assert (forks > 2) == (template == QWEN3)
 
 
 # ---- Who may ask what
