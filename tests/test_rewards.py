@@ -164,7 +164,7 @@ def test_other_names_of_a_parameter_are_functions_of_one_episode():
     (ppo_llm, "return [0.5, [0.5, 'x'], 1, 1]", SystemExit, r"BadInput: --reward-fn \S+own.py:f: expected a "
      r"number for task countdown-train-\d+, or one for each turn, got \[0.5, 'x'\]"),
     pytest.param(ppo_llm, "return [1, 1, [1, 1, 1], 1]", SystemExit,
-                 r"--reward-fn: task countdown-train-\d+ has 3 rewards for", marks=pytest.mark.slow),
+                 r"--reward-fn: 3 rewards for 1 turns of countdown-train-\d+", marks=pytest.mark.slow),
     pytest.param(grpo_llm, "return [0.5, float('nan'), 0.5, 0.5]", SystemExit,
                  r"the reward of task countdown-train-\d+ is nan: --reward-fn",
                  marks=pytest.mark.slow),
