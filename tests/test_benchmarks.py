@@ -21,7 +21,7 @@ from tests.run_folders import ROOT, load_script, needs_git, records, variants
 ARGUMENTS = {"a2c_vs_sb3": "scale", "agent": "", "gpu": "all --out OUT", "grpo_vs_trl": "step",
              "logic": "--out OUT", "losses": "--list", "openspiel": "", "overlap": "", "pixel_goal": "speed",
              "ppo_vs_a2c": "--list", "rewards": "", "rollout": "", "sampler": "updates", "scaling": "",
-             "sft_vs_trl": "speed", "smollm2": "--jobs 1", "update_memory": ""}
+             "sft_vs_trl": "speed", "smollm2": "--jobs 1", "time_to": "", "update_memory": ""}
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
 
 
@@ -36,6 +36,20 @@ def test_every_benchmark_says_in_one_line_what_its_environment_lacks(tmp_path):
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"error: {sys.executable} has no "), line
         assert line.endswith("; run: pip install -r requirements.txt"), line
+
+
+def test_the_time_to_a_goal_is_that_of_the_blocks_up_to_the_third_evaluation_in_a_row(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import time_to
+
+    def rows(*greedy, sampled=0.95):
+        return [dict(iteration=10 * k, seconds=2.0, greedy=value, sampled=sampled)
+                for k, value in enumerate(greedy)]
+
+    reached = rows(0.5, 0.97, 0.93, 0.94, 0.95, 0.96, 1.0)
+    assert time_to.time_to(reached) == 10.0  # the start is no block; 0.94, 0.95 and 0.96 are the first
+    assert time_to.time_to(rows(0.96, 0.96, 0.96)) == 4.0
+    assert time_to.time_to(reached[:5]) == time_to.time_to(rows(1, 1, 1, sampled=0.89)) == math.inf
 
 
 def test_the_other_sides_environment_is_looked_at_before_anything_starts(tmp_path):

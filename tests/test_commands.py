@@ -212,6 +212,7 @@ CANNOT = {
     "python benchmarks/sampler.py faults": "hours",
     "python benchmarks/a2c_vs_sb3.py cartpole": "hours",  # minutes, in no shorter form
     "python benchmarks/smollm2.py --only *": "hours",
+    "python benchmarks/time_to.py *": "hours",  # a quarter of one for each seed
 }
 REASONS = ("gpu", "hub", "hours", "network", "other-package")
 # What a package brings to an environment, and the name that it is imported by.
