@@ -5,10 +5,11 @@
 
 A side is a name of SIDES below, or flags of grpo_llm.py. Each is a process of its own with one thread on one
 core. They take turns, a block of iterations each, so that a machine that slows down slows all of them. The
-process's CPU time in these blocks is counted; start-up and evaluations are not. After each block the 512 held
-out problems are answered greedily and twice at temperature 1. The goal is reached at the last of three
-evaluations in a row whose means are 0.95 and 0.90. With --stop a side ends there; else at the end of its schedule, where
-sixteen replies to each problem are drawn. --out FILE keeps each block, --table FILE makes a table of them.
+process's CPU time in these blocks is counted; start-up and evaluations are not. After each block 512
+held-out problems are answered greedily and twice at temperature 1. The goal is reached at the last of three
+evaluations in a row whose means are 0.95 and 0.90. With --stop a side ends there; else at the end of its
+schedule, where sixteen replies to each problem are drawn. --out FILE keeps each block, --table FILE makes a
+table of them.
 """
 
 from __future__ import annotations
