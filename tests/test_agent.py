@@ -615,9 +615,9 @@ def test_a_time_limit_ends_an_episode_and_its_requests(make):
     failed, done = [], threading.Event()
 
     def agent(client, task):
-        client([HELLO])
-        done.wait(60)
         try:
+            client([HELLO])  # on a slow machine the time is up before it is answered
+            done.wait(60)
             client([HELLO])
         except ServerError as error:
             failed.append(error.args[0])
@@ -626,7 +626,7 @@ def test_a_time_limit_ends_an_episode_and_its_requests(make):
     (r,) = play(make(agent), lambda text: "a", episode_timeout=0.3)
     assert r.termination == "timeout"
     done.set()
-    until(lambda: failed == [401])
+    until(lambda: failed in ([400], [401]))
 
 
 def test_an_agent_that_floods_is_cut_off(make):
