@@ -3,7 +3,7 @@
     python benchmarks/time_to.py --sides default,maxrl,reading,ppo,trl --seeds 1,2,3,4,5
     python benchmarks/time_to.py --sides "default,--minibatches 4" --seeds 11,12 --stop    # a search
 
-A side is a name of SIDES below, or flags of grpo_llm.py. Each is a process of its own with one thread on one
+A side is a name of SIDES below, flags of grpo_llm.py, or a changed copy of it (a path) and flags. Each is a process of its own with one thread on one
 core. They take turns, a block of iterations each, so that a machine that slows down slows all of them. The
 process's CPU time in these blocks is counted; start-up and evaluations are not. After each block 512
 held-out problems are answered greedily and twice at temperature 1. The goal is reached at the last of three
@@ -45,6 +45,9 @@ FIELDS = ("side", "seed", "iteration", "seconds", "evaluation", "greedy", "sampl
 
 def side_of(name):
     """-> program, flags"""
+    program, _, flags = name.partition(" ")
+    if program.endswith(".py"):
+        return program, flags
     return SIDES[name] if name in SIDES else ("grpo_llm", name)
 
 
@@ -111,7 +114,7 @@ def work_ours(job, clock, program, flags):
     with tempfile.TemporaryDirectory() as folder:
         words = ["--seed", str(job["seed"]), "--eval-every", str(BLOCK), "--run-dir", f"{folder}/run"]
         words += [*flags, *job["more"]]
-        if not program.endswith(".py"):
+        if hasattr(module.Args, "checkpoint_every"):
             words += ["--checkpoint-every", "1000000", "--log-episodes", "0"]
         module.main(tyro.cli(module.Args, args=words))
         os._exit(0)
