@@ -29,30 +29,29 @@ SEEDS = (1, 2, 3)
 ACCURACY = "val/countdown/pass@1"
 SIZES = {  # far less than the defaults: the effects show early
     "grpo": "--iterations 60 --eval-every 10 --eval-tasks 256 --eval-samples 2",
-    "ppo": "--iterations 40 --critic-warmup 5 --prompts-per-iteration 256 "
+    "ppo": "--iterations 30 --critic-warmup 5 --prompts-per-iteration 256 "
            "--eval-every 10 --eval-tasks 256 --eval-samples 2",
 }
 
 
 class Exercise(NamedTuple):
     script: str
-    change: str  # the flags of the change; empty where a diff of the exercise's name is the change
+    change: str  # its flags; where there is a diff of the exercise's name, that is made too
     both: str  # flags with and without the change
     tells: str  # the logged number that shows it, beside accuracy
     title: str
 
 
-PLAIN = ""
-MIXED = "--env-kwargs min_operands=2 max_operands=4"
+REWARDS = "docs/reading/exercises/rewards.py"
 EIGHT = {
-    "no_baseline": Exercise("grpo", "", PLAIN, "train/grad_norm", "1 no baseline"),
-    "scale": Exercise("grpo", "--scale-rewards", PLAIN, "train/grad_norm", "2 divide by the deviation"),
-    "length_normalise": Exercise("grpo", "", MIXED, "response_length/mean", "3 length-normalise"),
-    "no_clip": Exercise("ppo", "", "--epochs 4 --learning-rate 2e-3", "train/approx_kl", "4 no clip"),
-    "temperature": Exercise("grpo", "--temperature 0.5", PLAIN, "train/entropy", "5 temperature 0.5"),
-    "kl": Exercise("grpo", "--kl-coef 0.1", PLAIN, "train/entropy", "6 KL 0.1"),
-    "wrong_mask": Exercise("ppo", "", PLAIN, "train/approx_kl", "7 a wrong mask"),
-    "hackable": Exercise("grpo", "--env docs/reading/exercises/hackable.py:Hackable", PLAIN, "train/reward",
+    "no_baseline": Exercise("grpo", f"--env {REWARDS}:Shifted", "", "train/grad_norm", "1 no baseline"),
+    "scale": Exercise("grpo", "--scale-rewards", "", "train/grad_norm", "2 divide by the deviation"),
+    "length_normalise": Exercise("grpo", "", "", "response_length/mean", "3 length-normalise"),
+    "no_clip": Exercise("ppo", "", "--epochs 4", "train/approx_kl", "4 no clip, four epochs"),
+    "temperature": Exercise("grpo", "--temperature 0.5", "", "train/entropy", "5 temperature 0.5"),
+    "kl": Exercise("grpo", "--kl-coef 0.1", "--kl-coef 1e-6", "train/kl_loss", "6 KL 0.1"),  # 1e-6 logs it
+    "wrong_mask": Exercise("ppo", "", "", "train/approx_kl", "7 a wrong mask"),
+    "hackable": Exercise("grpo", f"--env {REWARDS}:Hackable", "", "train/reward",
                          "8 a reward that can be hacked"),
 }
 COLORS = {"default": "#0072B2", "changed": "#D55E00"}
@@ -83,7 +82,7 @@ def run_folder(name, changed, seed, runs):
     """Where the same run without the change serves several exercises, it is one."""
     exercise = EIGHT[name]
     if not changed:
-        name = f"default_{exercise.script}" if exercise.both == PLAIN else f"default_{name}"
+        name = f"default_{name}" if exercise.both else f"default_{exercise.script}"
     return runs / name / f"s{seed}"
 
 
@@ -188,7 +187,6 @@ def plot(rows, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the commands of seed 1, changed")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plot", nargs="?", const="docs/figures/reading_exercises.png", metavar="PNG")
     parser.add_argument("--only", nargs="+", choices=[*EIGHT], default=[*EIGHT])

@@ -212,6 +212,8 @@ CANNOT = {
     "python benchmarks/sampler.py faults": "hours",
     "python benchmarks/a2c_vs_sb3.py cartpole": "hours",  # minutes, in no shorter form
     "python benchmarks/smollm2.py --only *": "hours",
+    "python benchmarks/exercises.py": "hours",  # minutes
+    "python benchmarks/exercises.py --only *": "hours",
     "python benchmarks/time_to.py *": "hours",  # a quarter of one for each seed
 }
 REASONS = ("gpu", "hub", "hours", "network", "other-package")
@@ -421,7 +423,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_files(folder)
     # Copies, since commands write into them; but for models, of which there is more than a little.
-    for name in ("envs", "tests", "benchmarks", "docs/results", "docs/rewards"):
+    for name in ("envs", "tests", "benchmarks", "docs/results", "docs/rewards",
+                 "docs/reading/exercises"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "models").mkdir()
     for path in (ROOT / "models").iterdir():
