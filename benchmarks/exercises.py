@@ -50,7 +50,8 @@ EIGHT = {
     "no_clip": Exercise("ppo", "", "--epochs 4", "train/approx_kl", "4 no clip, four epochs"),
     "temperature": Exercise("grpo", "--temperature 0.5", "", "train/entropy", "5 temperature 0.5"),
     "kl": Exercise("grpo", "--kl-coef 0.1", "--kl-coef 1e-6", "train/kl_loss", "6 KL 0.1"),  # 1e-6 logs it
-    "wrong_mask": Exercise("ppo", "", "", "train/approx_kl", "7 a wrong mask"),
+    "wrong_mask": Exercise("ppo", "", "--env-kwargs min_operands=2 max_operands=4", "train/approx_kl",
+                           "7 a wrong mask"),
     "hackable": Exercise("grpo", f"--env {REWARDS}:Hackable", "", "train/reward",
                          "8 a reward that can be hacked"),
 }
@@ -107,12 +108,12 @@ def records(folder):
     return [json.loads(line) for line in lines]
 
 
-def summary(runs):
+def summary(runs, seeds):
     """-> rows of the CSV: of each iteration the mean, least and most of the seeds"""
     rows = []
     for name, exercise in EIGHT.items():
         for changed in (False, True):
-            logs = [records(run_folder(name, changed, seed, runs)) for seed in SEEDS]
+            logs = [records(run_folder(name, changed, seed, runs)) for seed in seeds]
             for metric in (ACCURACY, exercise.tells):
                 for same in zip(*logs, strict=True):
                     values = [record[metric] for record in same if metric in record]
@@ -206,8 +207,8 @@ def main():
         for name in options.only:
             for changed in (False, True):
                 train(name, changed, seed, runs)
-    if options.only == [*EIGHT] and tuple(options.seeds) == SEEDS:
-        write_csv(options.csv, summary(runs))
+    if options.only == [*EIGHT]:
+        write_csv(options.csv, summary(runs, options.seeds))
 
 
 if __name__ == "__main__":

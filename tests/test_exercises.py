@@ -87,7 +87,8 @@ RUNS = {
                                                prompts_per_iteration=256)),
     "temperature": ("grpo", [], dict(iterations=2)),
     "kl": ("grpo", ["--kl-coef", "1e-6"], dict(iterations=20)),
-    "wrong_mask": ("ppo", [], dict(iterations=3, critic_warmup=1, prompts_per_iteration=128)),
+    "wrong_mask": ("ppo", ["--env-kwargs", "min_operands=2", "max_operands=4"],
+                   dict(iterations=3, critic_warmup=1, prompts_per_iteration=128)),
     "hackable": ("grpo", [], dict(iterations=25)),
 }
 
@@ -172,7 +173,7 @@ def test_the_penalty_keeps_the_policy_near_its_start(both):
 def test_a_mask_that_counts_padding_shows_before_the_policy_has_moved(both):
     before, after = both
     assert after[2]["train/approx_kl"] > 0.5 > 0.05 > before[2]["train/approx_kl"]
-    assert after[1]["response_length/mean"] % 1 == 0 < before[1]["response_length/mean"] % 1
+    assert after[1]["response_length/mean"] > before[1]["response_length/mean"] + 1
 
 
 @pytest.mark.slow
