@@ -76,6 +76,7 @@ TESTS = {
     "tools/watch_run.py": ("watch_run", ""),
     "tools/report_run.py": ("terminal", ""),
     "tools/": ("tools", ""),
+    "docs/reading/exercises/": ("exercises", ""),
     "docs/reading/": ("reading rl_maths", ""),
     "docs/rewards/": ("rewards", ""),
     "docs/variants/ppo_vecenv.diff": ("variants", "transition or surrogate"),
