@@ -19,7 +19,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from sides import REPOSITORY, check_environment
@@ -143,15 +142,18 @@ def curve(rows, name, side, metric):
 
 def print_table(rows):
     """Means of the last evaluation, and of the number that tells over its last ten iterations."""
-    print("| exercise | accuracy, default | changed | number | default | changed |\n|---|---|---|---|---|---|")
+    print("| exercise | accuracy, default | changed | number | default | changed |")
+    print("|---|---|---|---|---|---|")
     for name, exercise in EIGHT.items():
         cells = [name]
         for metric, last in ((ACCURACY, 1), (exercise.tells, 10)):
             cells += [exercise.tells] * (metric != ACCURACY)
             for side in COLORS:
                 end = curve(rows, name, side, metric)[-last:]
-                low, high = min(float(r["low"]) for r in end), max(float(r["high"]) for r in end)
-                cells.append(f"{statistics.mean(float(r['mean']) for r in end):.3g} ({low:.3g} to {high:.3g})")
+                low = min(float(row["low"]) for row in end)
+                high = max(float(row["high"]) for row in end)
+                mean = statistics.mean(float(row["mean"]) for row in end)
+                cells.append(f"{mean:.3g} ({low:.3g} to {high:.3g})")
         print(f"| {' | '.join(cells)} |")
 
 
@@ -169,7 +171,8 @@ def plot(rows, path):
                 x = [int(row["iteration"]) for row in points]
                 axis.plot(x, [float(row["mean"]) for row in points], color=color, lw=1.2, label=side)
                 low = [float(row["low"]) for row in points]
-                axis.fill_between(x, low, [float(row["high"]) for row in points], color=color, alpha=0.2, lw=0)
+                high = [float(row["high"]) for row in points]
+                axis.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
             axis.set_ylabel("held-out accuracy" if metric == ACCURACY else metric, fontsize=8)
             axis.tick_params(labelsize=7)
             axis.grid(alpha=0.3)

@@ -51,7 +51,8 @@ def test_an_exercise_applies_as_it_stands_and_is_what_the_page_shows(name, tmp_p
 def test_there_are_eight_exercises_and_at_least_two_are_of_ppo():
     names = re.findall(r'<a id="(\w+)"></a>', PAGE)
     assert len(names) == 8 == len(set(names)) and set(DIFFS) < set(names)
-    programs = [re.findall(r"^    python docs/reading/(\w+)\.py", section(name), re.MULTILINE) for name in names]
+    programs = [re.findall(r"^    python docs/reading/(\w+)\.py", section(name), re.MULTILINE)
+                for name in names]
     assert all(programs) and programs.count(["ppo"]) >= 2
     assert all(section(name).count("<details>") == 1 for name in names)
 
