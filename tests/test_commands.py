@@ -493,6 +493,8 @@ SHORT = {
     "python benchmarks/grpo_vs_trl.py *": "--sizes 2x2x4 --repeats 1 --trl-python {trl}",
     "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {trl}",
     "python benchmarks/agent.py*": "--prompts 8 --repeats 1",
+    "python benchmarks/exercises.py --table": "",
+    "python benchmarks/exercises.py --plot": "",
     "python benchmarks/logic.py *": "--tasks 10",
     "python benchmarks/losses.py *": "",
     "python benchmarks/openspiel.py*": "--cases tic_tac_toe --seconds 0.05",
