@@ -81,7 +81,7 @@ def test_length_normalise_counts_each_response_as_one(tmp_path):
 
 # name -> the script, flags without the change, more than the short ones for both
 RUNS = {
-    "no_baseline": ("grpo", [], dict(iterations=2)),
+    "no_baseline": ("grpo", ["--env", "docs/reading/exercises/rewards.py:Shifted"], dict(iterations=2)),
     "scale": ("grpo", [], dict(iterations=2)),
     "length_normalise": ("grpo", [], dict(iterations=3)),
     "no_clip": ("ppo", ["--epochs", "4"], dict(iterations=6, critic_warmup=1, warmup_iterations=1,
@@ -125,7 +125,7 @@ def of(name):
 @of("no_baseline")
 def test_without_a_baseline_a_constant_doubles_the_gradient(both):
     before, after = both
-    assert after[1]["train/reward"] > before[1]["train/reward"] + 0.9
+    assert after[1]["train/reward"] == before[1]["train/reward"] > 1
     assert after[1]["train/grad_norm"] > 1.5 * before[1]["train/grad_norm"]
 
 
