@@ -181,6 +181,8 @@ def plot(rows, path):
                 axis.set_title(exercise.title, fontsize=10)
             elif metric == "train/approx_kl":
                 axis.set_yscale("log")
+            elif metric == "response_length/mean":
+                axis.set_ylim(0, 16)
             if below:
                 axis.set_xlabel("iteration", fontsize=8)
     axes[0, 0].legend(fontsize=8)

@@ -905,6 +905,9 @@ MUTANTS = {
         "the reference learns": ("reference = copy.deepcopy(model) if", "reference = model if"),
         "KL of the other direction": ("kl = k3(ref_logprobs - logprobs)", "kl = k3(logprobs - ref_logprobs)"),
     },
+    "docs/reading/exercises/length_normalise.diff": {
+        "all tokens are one reply": ("mask.sum(1, keepdim=True)", "mask.sum()"),
+    },
     "docs/reading/ppo.py": {
         "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
         "returns are advantages": ('batch["returns"] = advantages + values', 'batch["returns"] = advantages'),
