@@ -169,6 +169,11 @@ FIGURES = (
     curve("reading_grpo", "grpo_llm.py", 13, GRPO + READING,
           f"--log {three('reading_grpo')} --control {three('grpo')} --control-label grpo_llm.py "
           "--panel 'held out' --title 'docs/reading/grpo.py and grpo_llm.py, 3 seeds each'"),
+    # The golden logs of the full scripts say whether what the exercises change computes otherwise.
+    Figure("reading_exercises", ("docs/results/reading_exercises.csv", "docs/figures/reading_exercises.png"),
+           ("grpo_llm.py", "ppo_llm.py", "docs/reading/exercises"), "learning", 12, (
+               "rm -rf runs/exercises",
+               "python benchmarks/exercises.py", "python benchmarks/exercises.py --plot")),
     curve("a2c_vecenv", "a2c_vecenv.py", 5, A2C,
           f"--log {three('a2c')} --title 'python a2c_vecenv.py, 3 seeds, one CPU core'"),
     curve("a2c_readme", "a2c_vecenv.py", 5, A2C,

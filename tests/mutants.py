@@ -76,6 +76,7 @@ TESTS = {
     "tools/watch_run.py": ("watch_run", ""),
     "tools/report_run.py": ("terminal", ""),
     "tools/": ("tools", ""),
+    "docs/reading/exercises/": ("exercises", ""),
     "docs/reading/": ("reading rl_maths", ""),
     "docs/rewards/": ("rewards", ""),
     "docs/variants/ppo_vecenv.diff": ("variants", "transition or surrogate"),
@@ -903,6 +904,9 @@ MUTANTS = {
         "all tasks draw the same": ("{split} {task_number} {number} 0 0", "{split} {number} 0 0"),
         "the reference learns": ("reference = copy.deepcopy(model) if", "reference = model if"),
         "KL of the other direction": ("kl = k3(ref_logprobs - logprobs)", "kl = k3(logprobs - ref_logprobs)"),
+    },
+    "docs/reading/exercises/length_normalise.diff": {
+        "all tokens are one reply": ("mask.sum(1, keepdim=True)", "mask.sum()"),
     },
     "docs/reading/ppo.py": {
         "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),

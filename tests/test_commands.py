@@ -212,6 +212,8 @@ CANNOT = {
     "python benchmarks/sampler.py faults": "hours",
     "python benchmarks/a2c_vs_sb3.py cartpole": "hours",  # minutes, in no shorter form
     "python benchmarks/smollm2.py --only *": "hours",
+    "python benchmarks/exercises.py": "hours",  # minutes
+    "python benchmarks/exercises.py --only *": "hours",
     "python benchmarks/time_to.py *": "hours",  # a quarter of one for each seed
 }
 REASONS = ("gpu", "hub", "hours", "network", "other-package")
@@ -421,7 +423,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_files(folder)
     # Copies, since commands write into them; but for models, of which there is more than a little.
-    for name in ("envs", "tests", "benchmarks", "docs/results", "docs/rewards"):
+    for name in ("envs", "tests", "benchmarks", "docs/results", "docs/rewards",
+                 "docs/reading/exercises"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "models").mkdir()
     for path in (ROOT / "models").iterdir():
@@ -490,6 +493,8 @@ SHORT = {
     "python benchmarks/grpo_vs_trl.py *": "--sizes 2x2x4 --repeats 1 --trl-python {trl}",
     "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {trl}",
     "python benchmarks/agent.py*": "--prompts 8 --repeats 1",
+    "python benchmarks/exercises.py --table": "",
+    "python benchmarks/exercises.py --plot": "",
     "python benchmarks/logic.py *": "--tasks 10",
     "python benchmarks/losses.py *": "",
     "python benchmarks/openspiel.py*": "--cases tic_tac_toe --seconds 0.05",
