@@ -251,6 +251,37 @@ def test_a_teacher_of_other_tokens_is_one_line(teacher, tmp_path):
                                     eval_tasks=1))
 
 
+# self_distill.diff
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_the_teacher_sees_the_solution_and_follows_the_policy(rate, tmp_path):
+    """The second iteration's divergence: of the policy from what the slow copy says after the solution."""
+    script, folder = load_script(variants()["grpo_self_distill.py"]), tmp_path / "run"
+    script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
+        env_kwargs=("test_tasks=32",), teacher=str(TINY), teacher_rate=rate, hint=" | {solution} |",
+        run_dir=str(folder))))
+    played, _ = episodes(folder, "train_step_000002")
+    (before, state), start = updates.checkpoint(folder, 1), updates.base_model()
+    policy, trained = updates.base_model(), updates.learnable(before)
+    slow = {name: (1 - rate) * start.get_parameter("model." + name) + rate * new for name, new in trained.items()}
+    env, tokenizer, found, count = envs.make("countdown"), AutoTokenizer.from_pretrained(TINY), 0.0, 0
+    tasks = {task.id: task for task in (env.training_task(place, 1) for place in range(100))}
+    for episode in played:
+        task = tasks[episode["task_id"]]
+        text = f"{task.messages[-1]['content']} | {env.solution(task)} |"
+        hinted = tokenizer.apply_chat_template([dict(role="user", content=text)], add_generation_prompt=True,
+                                               return_dict=False)
+        for s in episode["segments"]:
+            assert len(hinted) > len(s["prompt_ids"])
+            _, words = updates.forward(policy, trained, s["prompt_ids"] + s["response_ids"])
+            _, taught = updates.forward(start, slow, hinted + s["response_ids"])
+            p, q = (x[-len(s["response_ids"]) - 1:-1].detach().log_softmax(-1) for x in (words, taught))
+            found += float((p.exp() * (p - q)).sum())
+            count += len(s["response_ids"])
+    assert records(folder)[-1]["distill/divergence"] == pytest.approx(found / count, rel=2e-3)
+
+
 # curriculum.diff
 
 
