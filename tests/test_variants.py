@@ -171,7 +171,8 @@ def of_distill(s, response, flags, known):
 def test_a_token_counts_by_what_the_teacher_thinks_of_it(case, teacher, tmp_path, monkeypatch):
     flags = DISTILL[case]
     monkeypatch.setattr(updates, "response_of", response_and_words)
-    script = load_script(variants()["grpo_distill.py" if "divergence" in flags else "grpo_sampled_distill.py"])
+    name = "grpo_distill.py" if "divergence" in flags else "grpo_sampled_distill.py"
+    script = load_script(variants()[name])
     folder = tmp_path / "run"
     script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
         env_kwargs=("test_tasks=32",), teacher=str(teacher), run_dir=str(folder)) | flags))
@@ -200,7 +201,8 @@ def test_the_divergence_is_that_of_a_float64_softmax_over_all_words(chunk_elemen
     """The teacher has other hidden sizes, and rows after the last word; gradients of the policy's alone."""
     script = load_script(variants()["grpo_distill.py"])
     torch.manual_seed(1)
-    inputs, taught, weights = (torch.randn(*size, dtype=torch.float64) for size in ((11, 6), (11, 4), (3, 11)))
+    inputs, taught, weights = (torch.randn(size, dtype=torch.float64)
+                               for size in ((11, 6), (11, 4), (3, 11)))
     head, theirs = (torch.nn.Linear(*size).double() for size in ((6, 23), (4, 29)))
     theirs.requires_grad_(False)
     targets, results = torch.randint(23, (11,)), []
@@ -232,7 +234,8 @@ def test_logits_of_policy_and_teacher_exist_for_one_chunk_at_a_time():
     head, theirs = Head(4, vocab, bias=False), Head(4, vocab, bias=False).requires_grad_(False)
     hidden, taught = torch.randn(20, 4, requires_grad=True), torch.randn(20, 4)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        found = script.taught_logprobs(hidden, head, torch.arange(20), 1.0, taught, theirs, "reverse", 5 * vocab)
+        found = script.taught_logprobs(hidden, head, torch.arange(20), 1.0, taught, theirs, "reverse",
+                                       5 * vocab)
     sum(found).sum().backward()
     assert made == 16 * [5], "four chunks of two models, there and back"
     assert sum(kept) < vocab, "logits are kept for the backward pass"
@@ -262,9 +265,9 @@ def test_the_teacher_sees_the_solution_and_follows_the_policy(rate, tmp_path):
         env_kwargs=("test_tasks=32",), teacher=str(TINY), teacher_rate=rate, hint=" | {solution} |",
         run_dir=str(folder))))
     played, _ = episodes(folder, "train_step_000002")
-    (before, state), start = updates.checkpoint(folder, 1), updates.base_model()
+    (before, _), start = updates.checkpoint(folder, 1), updates.base_model()
     policy, trained = updates.base_model(), updates.learnable(before)
-    slow = {name: (1 - rate) * start.get_parameter("model." + name) + rate * new for name, new in trained.items()}
+    slow = {name: start.get_parameter("model." + name).lerp(new, rate) for name, new in trained.items()}
     env, tokenizer, found, count = envs.make("countdown"), AutoTokenizer.from_pretrained(TINY), 0.0, 0
     tasks = {task.id: task for task in (env.training_task(place, 1) for place in range(100))}
     for episode in played:
