@@ -61,10 +61,13 @@ READING = seeds(f"python docs/reading/grpo.py --seed {{s}} --run-dir {RUNS}/read
 VLLM = seeds(f"python grpo_llm.py --engine vllm --seed {{s}} --run-dir {RUNS}/vllm/s{{s}}")
 OFTEN = "--eval-every 10 --eval-samples 4"
 GRPO_OFTEN = seeds(f"python grpo_llm.py --seed {{s}} {OFTEN} --run-dir {RUNS}/grpo_often/s{{s}}")
+TAUGHT = f"--teacher {RUNS}/grpo_often/s1/checkpoints/step_000500 --seed {{s}} {OFTEN}"
 DISTILL = (
-    f"patch grpo_llm.py docs/variants/distill.diff -o {RUNS}/grpo_distill.py",
-    *seeds(f"python {RUNS}/grpo_distill.py --teacher {RUNS}/grpo_often/s1/checkpoints/step_000500 "
-           f"--seed {{s}} {OFTEN} --run-dir {RUNS}/distill/s{{s}}"))
+    f"patch grpo_llm.py docs/variants/sampled_distill.diff -o {RUNS}/grpo_sampled_distill.py",
+    f"patch {RUNS}/grpo_sampled_distill.py docs/variants/distill.diff -o {RUNS}/grpo_distill.py",
+    *seeds(f"python {RUNS}/grpo_distill.py {TAUGHT} --run-dir {RUNS}/distill/s{{s}}"),
+    *seeds(f"python {RUNS}/grpo_distill.py {TAUGHT} --divergence forward --run-dir {RUNS}/forward/s{{s}}"),
+    *seeds(f"python {RUNS}/grpo_sampled_distill.py {TAUGHT} --run-dir {RUNS}/sampled_distill/s{{s}}"))
 REINFORCE = (
     f"patch ppo_llm.py docs/variants/reinforce.diff -o {RUNS}/reinforce_llm.py",
     *seeds(f"python {RUNS}/reinforce_llm.py --eval-samples 4 --seed {{s}} --run-dir {RUNS}/reinforce/s{{s}}"))
@@ -202,9 +205,11 @@ FIGURES = (
                f"python benchmarks/smollm2.py --runs {RUNS}/smollm2",
                f"python benchmarks/smollm2.py --table --runs {RUNS}/smollm2",
                "python benchmarks/smollm2.py --plot"), needs="reasoning_gym"),
-    curve("variants_distill", "grpo_llm.py docs/variants/distill.diff", 10, GRPO_OFTEN + DISTILL,
-          f"--log {three('distill')} --control {three('grpo_often')} --control-label GRPO --panel 'held out' "
-          "--title 'On-policy distillation and GRPO, 3 seeds each'"),
+    curve("variants_distill", "grpo_llm.py docs/variants/sampled_distill.diff docs/variants/distill.diff", 10,
+          GRPO_OFTEN + DISTILL,
+          f"--log {three('distill')} --log {three('forward')} --log {three('sampled_distill')} "
+          f"--label 'reverse KL' 'forward KL' 'sampled token' --control {three('grpo_often')} "
+          "--control-label GRPO --panel 'held out' --title 'On-policy distillation and GRPO, 3 seeds each'"),
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),

@@ -129,7 +129,7 @@ def test_a_variant_learns_the_same_in_two_processes(made, tmp_path):
                 assert two[key] == pytest.approx(value, rel=2e-3, abs=1e-5), key
 
 
-# distill.diff
+# sampled_distill.diff, distill.diff
 
 
 DISTILL = {
@@ -137,20 +137,42 @@ DISTILL = {
     "turns": dict(updates.TURNS, prompts_per_iteration=3, epochs=2, microbatch_tokens=60, temperature=0.7,
                   reward_coef=0.5),
     "lora": dict(lora_rank=2, lora_alpha=8, learning_rate=2e-2, group_size=1),
+    "reverse": dict(divergence="reverse"),
+    "forward": dict(divergence="forward", lora_rank=2, lora_alpha=8, learning_rate=2e-2, group_size=1),
+    "both": dict(updates.TURNS, prompts_per_iteration=3, epochs=2, microbatch_tokens=60, temperature=0.7,
+                 reward_coef=0.5, divergence="reverse"),
 }
 
 
+def response_and_words(s, states, logits, temperature, of_response=updates.response_of):
+    """As response_of, with the log-probabilities of all words in place of the states."""
+    before = slice(len(s["prompt_ids"]) - 1, -1)
+    return (logits[before] / temperature).log_softmax(-1), *of_response(s, states, logits, temperature)[1:]
+
+
 def of_distill(s, response, flags, known):
-    _, new, _ = response
-    of_reward = flags.get("reward_coef", 0.0) * torch.tensor(s["advantages"])
-    advantages = known["taught"] - known["old"] + of_reward
+    words, new, _ = response
+    advantages = flags.get("reward_coef", 0.0) * torch.tensor(s["advantages"])
+    logged = {"kl/k1": new - known["taught"]}
+    if "divergence" not in flags:
+        advantages = advantages + known["taught"] - known["old"]
     loss, _ = updates.surrogate("clip", new, known["old"], advantages, None, 0.2, 0.28)
-    return loss, {"kl/k1": new - known["taught"]}
+    if "divergence" in flags:
+        target, other = words, known["words"]
+        if flags["divergence"] == "forward":
+            target, other = other, target
+        logged["distill/divergence"] = torch.nn.functional.kl_div(other, target, log_target=True,
+                                                                  reduction="none").sum(-1)
+        loss = loss + logged["distill/divergence"]
+    return loss, logged
 
 
-@pytest.mark.parametrize("case", slow_but(("lora",), DISTILL))
-def test_a_token_counts_by_what_the_teacher_thinks_of_it(case, teacher, tmp_path):
-    flags, script = DISTILL[case], load_script(variants()["grpo_distill.py"])
+@pytest.mark.parametrize("case", slow_but(("lora", "forward"), DISTILL))
+def test_a_token_counts_by_what_the_teacher_thinks_of_it(case, teacher, tmp_path, monkeypatch):
+    flags = DISTILL[case]
+    monkeypatch.setattr(updates, "response_of", response_and_words)
+    name = "grpo_distill.py" if "divergence" in flags else "grpo_sampled_distill.py"
+    script = load_script(variants()[name])
     folder = tmp_path / "run"
     script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
         env_kwargs=("test_tasks=32",), teacher=str(teacher), run_dir=str(folder)) | flags))
@@ -163,12 +185,60 @@ def test_a_token_counts_by_what_the_teacher_thinks_of_it(case, teacher, tmp_path
     known = updates.known_before(model, trained, segments, flags)
     for s, numbers in zip(segments, known, strict=True):
         out = updates.forward(theirs, {}, s["prompt_ids"] + s["response_ids"])
-        numbers["taught"] = updates.response_of(s, *out, temperature)[1].detach()
+        numbers["words"], numbers["taught"], _ = updates.response_of(s, *out, temperature)
+        numbers["words"], numbers["taught"] = numbers["words"].detach(), numbers["taught"].detach()
     expected = updates.replay(adam, model, segments, known, of_distill, flags, epochs)
     updates.check_step(adam, before, after, end["optimizer"], 1e-4 if epochs == 1 else 3e-3)
     record = records(folder)[-1]
-    assert record["kl/k1"] == pytest.approx(expected["kl/k1"], rel=2e-3)
+    for name in {"kl/k1", "distill/divergence"} & {*expected}:
+        assert record[name] == pytest.approx(expected[name], rel=2e-3), name
     assert record["rollout/groups_trainable"] == record["rollout/groups_submitted"]
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward"])
+@pytest.mark.parametrize("chunk_elements", [1, 3 * 23 + 5, 2**23])
+def test_the_divergence_is_that_of_a_float64_softmax_over_all_words(chunk_elements, kind):
+    """The teacher has other hidden sizes, and rows after the last word; gradients of the policy's alone."""
+    script = load_script(variants()["grpo_distill.py"])
+    torch.manual_seed(1)
+    inputs, taught, weights = (torch.randn(size, dtype=torch.float64)
+                               for size in ((11, 6), (11, 4), (3, 11)))
+    head, theirs = (torch.nn.Linear(*size).double() for size in ((6, 23), (4, 29)))
+    theirs.requires_grad_(False)
+    targets, results = torch.randint(23, (11,)), []
+    for of_script in (True, False):
+        hidden, head.weight.grad = inputs.clone().requires_grad_(), None
+        if of_script:
+            found = script.taught_logprobs(hidden, head, targets, 0.6, taught, theirs, kind, chunk_elements)
+            logprobs, entropy, of_teacher, divergence = found
+        else:
+            p, q = torch.softmax(head(hidden) / 0.6, -1), torch.softmax(theirs(taught)[:, :23] / 0.6, -1)
+            one, other = (p, q) if kind == "reverse" else (q, p)
+            divergence = (one * (one / other).log()).sum(-1)
+            entropy = -(p * p.log()).sum(-1)
+            logprobs, of_teacher = (x[torch.arange(11), targets].log() for x in (p, q))
+        (weights * torch.stack([logprobs, entropy, divergence])).sum().backward()
+        results.append((logprobs, entropy, of_teacher, divergence, hidden.grad, head.weight.grad.clone()))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_policy_and_teacher_exist_for_one_chunk_at_a_time():
+    script, vocab, made, kept = load_script(variants()["grpo_distill.py"]), 5_000, [], []
+
+    class Head(torch.nn.Linear):
+        def forward(self, hidden):
+            made.append(len(hidden))
+            return super().forward(hidden)
+
+    head, theirs = Head(4, vocab, bias=False), Head(4, vocab, bias=False).requires_grad_(False)
+    hidden, taught = torch.randn(20, 4, requires_grad=True), torch.randn(20, 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        found = script.taught_logprobs(hidden, head, torch.arange(20), 1.0, taught, theirs, "reverse",
+                                       5 * vocab)
+    sum(found).sum().backward()
+    assert made == 16 * [5], "four chunks of two models, there and back"
+    assert sum(kept) < vocab, "logits are kept for the backward pass"
 
 
 def test_a_teacher_of_other_tokens_is_one_line(teacher, tmp_path):
@@ -182,6 +252,37 @@ def test_a_teacher_of_other_tokens_is_one_line(teacher, tmp_path):
         with pytest.raises(script.BadInput, match=f"^--teacher {re.escape(str(folder))}: {says}.*$"):
             script.main(script.Args(teacher=str(folder), run_dir=str(tmp_path / "run"), iterations=0,
                                     eval_tasks=1))
+
+
+# self_distill.diff
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_the_teacher_sees_the_solution_and_follows_the_policy(rate, tmp_path):
+    """The second iteration's divergence: of the policy from what the slow copy says after the solution."""
+    script, folder = load_script(variants()["grpo_self_distill.py"]), tmp_path / "run"
+    script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
+        env_kwargs=("test_tasks=32",), teacher=str(TINY), teacher_rate=rate, hint=" | {solution} |",
+        run_dir=str(folder))))
+    played, _ = episodes(folder, "train_step_000002")
+    (before, _), start = updates.checkpoint(folder, 1), updates.base_model()
+    policy, trained = updates.base_model(), updates.learnable(before)
+    slow = {name: start.get_parameter("model." + name).lerp(new, rate) for name, new in trained.items()}
+    env, tokenizer, found, count = envs.make("countdown"), AutoTokenizer.from_pretrained(TINY), 0.0, 0
+    tasks = {task.id: task for task in (env.training_task(place, 1) for place in range(100))}
+    for episode in played:
+        task = tasks[episode["task_id"]]
+        text = f"{task.messages[-1]['content']} | {env.solution(task)} |"
+        hinted = tokenizer.apply_chat_template([dict(role="user", content=text)], add_generation_prompt=True,
+                                               return_dict=False)
+        for s in episode["segments"]:
+            assert len(hinted) > len(s["prompt_ids"])
+            _, words = updates.forward(policy, trained, s["prompt_ids"] + s["response_ids"])
+            _, taught = updates.forward(start, slow, hinted + s["response_ids"])
+            p, q = (x[-len(s["response_ids"]) - 1:-1].detach().log_softmax(-1) for x in (words, taught))
+            found += float((p.exp() * (p - q)).sum())
+            count += len(s["response_ids"])
+    assert records(folder)[-1]["distill/divergence"] == pytest.approx(found / count, rel=2e-3)
 
 
 # curriculum.diff
