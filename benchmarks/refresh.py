@@ -111,7 +111,7 @@ for arm, script in (("sum", "grpo_llm.py"), ("gigpo", f"{RUNS}/grpo_turns.py"),
                     ("own", f"{RUNS}/grpo_turns.py --episode-coef 0 --turn-discount 0")):
     TURNS += seeds(f"python {script} {EXAM_RUN} --prompts-per-iteration 32 --seed {{s}} "
                    f"--run-dir {RUNS}/exam/{arm}/s{{s}}")
-TURNS += seeds(f"python ppo_llm.py {EXAM_RUN} --prompts-per-iteration 256 --seed {{s}} "
+TURNS += seeds(f"python ppo_llm.py {EXAM_RUN} --iterations 30 --prompts-per-iteration 256 --seed {{s}} "
                f"--run-dir {RUNS}/exam/ppo/s{{s}}")
 PONG = (
     "python a2c_vecenv.py --env-id ALE/Pong-v5 --network small --hidden-size 256 --num-envs 16 --num-steps 5 "
