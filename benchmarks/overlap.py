@@ -7,8 +7,9 @@
 A vLLM server on core 0 samples, the trainer on core 1 learns, by the default recipe; the two scripts
 take turns, and a ratio is the median of the turns' ratios. With --engine hf there is no server, and
 overlap_hf.diff has a process that samples; both may run on both cores. --in-flight compares that, whose
-weights are handed over between requests, with inflight_hf.diff, where they are between tokens. Counted is the time from the second
-iteration's record to the last one's but one, so neither set-up nor evaluation. Wants a quiet machine.
+weights are handed over between requests, with inflight_hf.diff, where they are between tokens. Counted is
+the time from the second iteration's record to the last one's but one, so neither set-up nor evaluation.
+Wants a quiet machine.
 With --width a Llama of that hidden size, with random weights, takes the place of models/countdown-tiny, and
 the reply's text decides at random what it is worth, so that every group is learned from.
 """

@@ -102,8 +102,8 @@ EXAM = "--env docs/variants/exam.py:Exam"
 EXAM_RUN = (f"{EXAM} --model {RUNS}/exam/sft/checkpoints/step_000200 --iterations 60 --eval-every 10 "
             "--eval-samples 4")
 TURNS = (
-    f"python sft.py {EXAM} --env-kwargs skill=mixed --model models/countdown-tiny --steps 200 --batch-size 64 "
-    "--learning-rate 2e-3 --dtype float32 --microbatch-tokens 8192 --max-response-tokens 16 "
+    f"python sft.py {EXAM} --env-kwargs skill=mixed --model models/countdown-tiny --steps 200 "
+    "--batch-size 64 --learning-rate 2e-3 --dtype float32 --microbatch-tokens 8192 --max-response-tokens 16 "
     "--weight-decay 0.01 --beta2 0.95 --eval-every 0 --checkpoint-every 200 --eval-tasks 128 "
     f"--run-dir {RUNS}/exam/sft",
     f"patch grpo_llm.py docs/variants/turns.diff -o {RUNS}/grpo_turns.py")
@@ -218,8 +218,8 @@ FIGURES = (
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),
-    curve("variants_turns", "grpo_llm.py ppo_llm.py docs/variants/turns.diff docs/variants/exam.py", 20, TURNS,
-          f"--log {three('exam/gigpo')} --log {three('exam/own')} --log {three('exam/sum')} "
+    curve("variants_turns", "grpo_llm.py ppo_llm.py docs/variants/turns.diff docs/variants/exam.py", 30,
+          TURNS, f"--log {three('exam/gigpo')} --log {three('exam/own')} --log {three('exam/sum')} "
           f"--log {three('exam/ppo')} --label GiGPO 'own reward' 'sum of the episode' PPO "
           "--key val/exam/solved val/exam/pass@1 --title 'An exam of four problems, 3 seeds each'"),
     curve("rewards_gdpo", "grpo_llm.py docs/rewards/gdpo.py benchmarks/rewards.py", 6, GDPO,

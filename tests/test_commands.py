@@ -157,6 +157,7 @@ ELSEWHERE = {
         "test_every_server_samples_with_the_policys_weights_in_every_iteration": [
             "python grpo_llm.py *--vllm-url *",
         ],
+        "test_a_server_takes_weights_between_two_tokens_of_a_reply": ["python grpo_inflight.py *"],
         "test_a_real_server_that_is_killed": ["python -m vllm.entrypoints.openai.api_server *"],
     },
     "tests/test_overlap.py": {

@@ -1,4 +1,4 @@
-"""docs/variants/overlap.diff and overlap_hf.diff: what samples while the policy is updated."""
+"""docs/variants/overlap*.diff and inflight*.diff: what samples while the policy is updated."""
 
 import itertools
 import re
@@ -30,9 +30,9 @@ from tools.validate_train_log import validate
 KEEP = dict(checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0, learning_rate=5e-4)
 
 
-def overlap(folder, **flags):
-    """A run of the variant in this process.  -> its folder"""
-    script = load_script(variants()["grpo_overlap.py"])
+def overlap(folder, name="grpo_overlap.py", **flags):
+    """A run of a variant in this process.  -> its folder"""
+    script = load_script(variants()[name])
     flags = SMALL["grpo_llm"] | dict(env_kwargs=("test_tasks=32",), run_dir=str(folder)) | flags
     script.main(script.Args(**flags))
     return folder
@@ -227,8 +227,13 @@ def test_a_reply_goes_on_with_new_weights_between_two_tokens(case, tmp_path):
     assert validate(folder, strict=True)["ok"]
 
 
-def test_weights_in_flight_are_for_the_engine_of_this_repository():
-    script = load_script(variants()["grpo_inflight_hf.py"])
+def test_what_cannot_take_weights_in_flight_is_refused():
+    script, url = load_script(variants()["grpo_inflight_hf.py"]), dict(engine="vllm", vllm_url=("http://a:1",))
     with pytest.raises(ValueError, match="in flight to --engine hf alone"):
-        script.Args(engine="vllm", vllm_url=("http://127.0.0.1:1",))
+        script.Args(**url)
     assert script.Args().max_staleness == 1
+    script = load_script(variants()["grpo_inflight.py"])
+    assert script.Args(**url).max_staleness == 1
+    for flags in (dict(), url | dict(lora_rank=2)):
+        with pytest.raises(ValueError, match="in flight to --vllm-url, without LoRA"):
+            script.Args(**flags)
