@@ -2,11 +2,14 @@
 
     python benchmarks/overlap.py --vllm-python .venv-vllm/bin/python
     python benchmarks/overlap.py --engine hf
+    python benchmarks/overlap.py --in-flight --eval-tasks 256 --iterations 150
 
 A vLLM server on core 0 samples, the trainer on core 1 learns, by the default recipe; the two scripts
 take turns, and a ratio is the median of the turns' ratios. With --engine hf there is no server, and
-overlap_hf.diff has a process that samples; both may run on both cores. Counted is the time from the second
-iteration's record to the last one's but one, so neither set-up nor evaluation. Wants a quiet machine.
+overlap_hf.diff has a process that samples; both may run on both cores. --in-flight compares that, whose
+weights are handed over between requests, with inflight_hf.diff, where they are between tokens. Counted is
+the time from the second iteration's record to the last one's but one, so neither set-up nor evaluation.
+Wants a quiet machine.
 With --width a Llama of that hidden size, with random weights, takes the place of models/countdown-tiny, and
 the reply's text decides at random what it is worth, so that every group is learned from.
 """
@@ -40,7 +43,8 @@ def make_variants(folder):
     for name in ("envs", "models"):
         Path(folder, name).symlink_to(REPOSITORY / name)
     for script, diff, target in (("grpo_llm.py", "overlap.diff", "grpo_overlap.py"),
-                                 (f"{folder}/grpo_overlap.py", "overlap_hf.diff", "grpo_overlap_hf.py")):
+                                 (f"{folder}/grpo_overlap.py", "overlap_hf.diff", "grpo_overlap_hf.py"),
+                                 (f"{folder}/grpo_overlap_hf.py", "inflight_hf.diff", "grpo_inflight_hf.py")):
         subprocess.run(["patch", script, f"docs/variants/{diff}", "-o", f"{folder}/{target}"], cwd=REPOSITORY,
                        check=True, stdout=subprocess.DEVNULL)
 
@@ -104,7 +108,8 @@ def vllm_server(python, core, model):
 
 
 def speed(args, folder):
-    flags = ["--iterations", args.iterations, "--eval-every", 0, "--eval-tasks", 1, "--eval-samples", 1]
+    flags = ["--iterations", args.iterations, "--eval-every", 0, "--eval-tasks", args.eval_tasks,
+             "--eval-samples", 1, "--max-response-tokens", args.max_response_tokens]
     rows, turns = [], []
     if args.width:
         flags += random_model(f"{folder}/model", args.width)
@@ -113,26 +118,43 @@ def speed(args, folder):
         if url:
             flags += ["--engine", "vllm", "--vllm-url", url, "--max-context-tokens", 256]
         name = "grpo_overlap.py" if url else "grpo_overlap_hf.py"
-        sides = {"grpo_llm.py": (REPOSITORY / "grpo_llm.py",),
-                 name: (f"{folder}/{name}", "--max-staleness", args.staleness)}
+        stale = ("--max-staleness", args.staleness)
+        sides = {"grpo_llm.py": (REPOSITORY / "grpo_llm.py",), name: (f"{folder}/{name}", *stale)}
+        if args.in_flight:
+            sides = {side: (f"{folder}/{side}", *stale) for side in (name, "grpo_inflight_hf.py")}
+        first, second = sides
         for turn in range(args.repeats):
             seconds = {}
             for side, (script, *more) in [*sides.items()][::-1 if turn % 2 else 1]:
-                records = train(script, f"{folder}/{turn}-{side}", "1" if url else "0,1", *flags, *more)
+                records = train(script, f"{folder}/{turn}-{side}", "1" if url else "0,1", *flags, *more,
+                                "--seed", 1 + turn)
                 times = {record["iteration"]: record["wall_time_s"] for record in records}
                 seconds[side] = (times[args.iterations - 1] - times[2]) / (args.iterations - 3)
                 parts = {part: statistics.median(record[f"time/{part}"] for record in records[2:-1])
                          for part in ("rollout", "update", "sync")}
+                if args.in_flight:
+                    parts |= learned(records, args.iterations, times)
                 rows.append(dict(engine=args.engine, width=args.width, turn=turn, side=side,
                                  staleness=args.staleness if more else 0, seconds=seconds[side], **parts))
                 print(f"turn {turn}: {side} {seconds[side]:.3f} s an iteration ({parts})", file=sys.stderr)
-            turns.append(seconds["grpo_llm.py"] / seconds[name])
+            turns.append(seconds[first] / seconds[second])
     print("| script | seconds an iteration |\n|---|---|")
     for side in sides:
         print(f"| {side} | {statistics.median(row['seconds'] for row in rows if row['side'] == side):.3f} |")
-    print(f"\ngrpo_llm.py takes {statistics.median(turns):.2f} times as long "
+    print(f"\n{first} takes {statistics.median(turns):.2f} times as long "
           f"({min(turns):.2f} to {max(turns):.2f} in {len(turns)} turns)")
     return rows
+
+
+def learned(records, iterations, times):
+    """Of a run: tokens a second of the whole loop, age and mismatch of its tokens, and its last accuracy."""
+    between = {record["iteration"]: record for record in records if 2 <= record["iteration"] < iterations}
+    tokens = between[iterations - 1]["env_steps"] - between[2]["env_steps"]
+    found = dict(tokens_per_s=tokens / (times[iterations - 1] - times[2]))
+    for name in ("rollout/staleness/mean", "mismatch/kl", "mismatch/frac_capped"):
+        found[name] = statistics.mean(record[name] for record in between.values())
+    found["greedy"] = records[-1]["val/countdown/greedy"]
+    return found
 
 
 @contextmanager
@@ -146,11 +168,16 @@ def main():
     parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
     parser.add_argument("--vllm-python", default=sys.executable, help="of an environment with vLLM")
     parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--in-flight", action="store_true", help="overlap_hf.diff against inflight_hf.diff")
+    parser.add_argument("--eval-tasks", type=int, default=1, help="of the accuracy after the last iteration")
+    parser.add_argument("--max-response-tokens", type=int, default=16)
     parser.add_argument("--width", type=int, default=0, help="hidden size of a model with random weights")
     parser.add_argument("--iterations", type=int, default=30, help="of a run")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", help="CSV to append to")
     args = parser.parse_args()
+    if args.in_flight:
+        args.engine = "hf"
     if args.engine == "vllm":
         check_environment("vllm", python=args.vllm_python, made_by="vllm")
     with tempfile.TemporaryDirectory() as folder:

@@ -80,6 +80,7 @@ TESTS = {
     "docs/reading/": ("reading rl_maths", ""),
     "docs/rewards/": ("rewards", ""),
     "docs/variants/ppo_vecenv.diff": ("variants", "transition or surrogate"),
+    "docs/variants/turns.diff": ("variants", "turn_is"),
 }
 
 # file -> name: (text that the file holds exactly once, what takes its place)
@@ -893,6 +894,16 @@ MUTANTS = {
         "optimiser steps of one epoch": ("opt_steps=iteration * args.epochs *", "opt_steps=iteration *"),
         "the first minibatch is left out": ("== number  #", "== number + 1  #"),
         "a minibatch of one transition": ("< 2 * self.minibatches", "< self.minibatches"),
+    },
+    "docs/variants/turns.diff": {
+        "later rewards count in full": ("args.turn_discount * earned", "earned"),
+        "turns are compared by their number": ("same_state[envs.to_json(messages)]", "same_state[turn]"),
+        "later rewards count for nothing": (" + args.turn_discount * earned", ""),
+        "a --reward-fn is not heard": ("rewards[-1] += r.reward - sum(rewards)", "rewards[-1] += 0.0"),
+        "the episode's advantage in full": ("[args.episode_coef * advantage]", "[advantage]"),
+        "the turn's advantage in full": ("+= args.turn_coef * advantage", "+= advantage"),
+        "the turn's advantage on its first token": ("in range(start, end):  # eq. 8", "in [start]:  # eq. 8"),
+        "the turn's advantage in the last segment": ("r.segments[place].adv", "r.segments[-1].adv"),
     },
     "docs/reading/grpo.py": {
         "sample deviation": ("rewards.std(1, keepdim=True, correction=0)", "rewards.std(1, keepdim=True)"),

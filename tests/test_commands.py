@@ -157,11 +157,13 @@ ELSEWHERE = {
         "test_every_server_samples_with_the_policys_weights_in_every_iteration": [
             "python grpo_llm.py *--vllm-url *",
         ],
+        "test_a_server_takes_weights_between_two_tokens_of_a_reply": ["python grpo_inflight.py *"],
         "test_a_real_server_that_is_killed": ["python -m vllm.entrypoints.openai.api_server *"],
     },
     "tests/test_overlap.py": {
         "test_without_staleness_all_is_as_in_grpo_llm": ["python grpo_overlap.py *"],
         "test_a_process_that_samples_ahead": ["python grpo_overlap_hf.py"],
+        "test_a_reply_goes_on_with_new_weights_between_two_tokens": ["python grpo_inflight_hf.py"],
     },
     "tests/test_gpu.py": {
         "test_one_command_measures_all_parts_and_goes_on_where_it_was_stopped": [
@@ -423,7 +425,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_files(folder)
     # Copies, since commands write into them; but for models, of which there is more than a little.
-    for name in ("envs", "tests", "benchmarks", "docs/results", "docs/rewards",
+    for name in ("envs", "tests", "benchmarks", "docs/results", "docs/rewards", "docs/variants",
                  "docs/reading/exercises"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "models").mkdir()

@@ -1,4 +1,4 @@
-"""docs/variants/overlap.diff and overlap_hf.diff: what samples while the policy is updated."""
+"""docs/variants/overlap*.diff and inflight*.diff: what samples while the policy is updated."""
 
 import itertools
 import re
@@ -30,9 +30,9 @@ from tools.validate_train_log import validate
 KEEP = dict(checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0, learning_rate=5e-4)
 
 
-def overlap(folder, **flags):
-    """A run of the variant in this process.  -> its folder"""
-    script = load_script(variants()["grpo_overlap.py"])
+def overlap(folder, name="grpo_overlap.py", **flags):
+    """A run of a variant in this process.  -> its folder"""
+    script = load_script(variants()[name])
     flags = SMALL["grpo_llm"] | dict(env_kwargs=("test_tasks=32",), run_dir=str(folder)) | flags
     script.main(script.Args(**flags))
     return folder
@@ -152,19 +152,20 @@ def test_what_cannot_sample_beside_the_update_is_refused():
 # A process of its own
 
 
-def hf(folder, **flags):
-    """A process with the variant of both diffs.  -> it, the file of what it says"""
-    path, said = variants()["grpo_overlap_hf.py"], folder.with_name("said")
+def hf(folder, name="grpo_overlap_hf.py", **flags):
+    """A process with the variant of both diffs, or of all three.  -> it, the file of what it says"""
+    path, said = variants()[name], folder.with_name("said")
     load_script(path)  # which tells processes where to find it
     words = words_of(grpo_llm, folder, **SMALL["grpo_llm"] | flags)
     return fork(said, path.name, *words, daemon=False), said  # daemons may have no children
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_weights_samples_as_they_do(tmp_path):
+@pytest.mark.parametrize("name", ["grpo_overlap_hf.py", "grpo_inflight_hf.py"])
+def test_a_copy_of_the_weights_samples_as_they_do(name, tmp_path):
     flags = dict(TURNS, lora_rank=2, dtype="bfloat16")
     one = train(grpo_llm, tmp_path / "one", **flags)
-    run, said = hf(tmp_path / "other", max_staleness=0, **flags)
+    run, said = hf(tmp_path / "other", name, max_staleness=0, **flags)
     run.join(300)
     assert run.exitcode == 0, said.read_text()[-3000:]
     assert without_staleness(one) == without_staleness(tmp_path / "other")
@@ -200,3 +201,39 @@ def test_a_process_that_samples_ahead(tmp_path):
     (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
     assert staleness(folder)[0] == staleness(folder)[mark["iteration"]] == (0, 0)
     assert 1 <= max(most for _, most in staleness(folder)) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["full", "lora"])
+def test_a_reply_goes_on_with_new_weights_between_two_tokens(case, tmp_path):
+    """Each token has the log-probability of the weights that it names, given all tokens before it."""
+    flags = dict(KEEP, lora_rank=0, max_staleness=2, iterations=8, max_response_tokens=100, temperature=1.5,
+                 prompts_per_iteration=8, eval_every=0)
+    if case == "lora":
+        flags |= dict(lora_rank=2, checkpoint_every=8)
+    run, said = hf(tmp_path / "run", "grpo_inflight_hf.py", **flags)
+    run.join(300)
+    assert run.exitcode == 0, said.read_text()[-3000:]
+    mixed, folder = 0, tmp_path / "run"
+    for iteration in range(1, 9):
+        for episode in episodes(folder, f"train_step_{iteration:06d}")[0]:
+            (segment,) = episode["segments"]
+            assert segment["versions"] == sorted(segment["versions"])
+            mixed += len(set(segment["versions"])) > 1
+    assert mixed > 20, "no weights came while a reply was being sampled"
+    if case == "full":
+        check_versions(folder, temperature=1.5)
+    assert 1 <= max(most for _, most in staleness(folder)) <= 2
+    assert validate(folder, strict=True)["ok"]
+
+
+def test_what_cannot_take_weights_in_flight_is_refused():
+    script, url = load_script(variants()["grpo_inflight_hf.py"]), dict(engine="vllm", vllm_url=("http://a:1",))
+    with pytest.raises(ValueError, match="in flight to --engine hf alone"):
+        script.Args(**url)
+    assert script.Args().max_staleness == 1
+    script = load_script(variants()["grpo_inflight.py"])
+    assert script.Args(**url).max_staleness == 1
+    for flags in (dict(), url | dict(lora_rank=2)):
+        with pytest.raises(ValueError, match="in flight to --vllm-url, without LoRA"):
+            script.Args(**flags)
