@@ -109,7 +109,8 @@ def vllm_server(python, core, model):
 
 def speed(args, folder):
     flags = ["--iterations", args.iterations, "--eval-every", 0, "--eval-tasks", args.eval_tasks,
-             "--eval-samples", 1, "--max-response-tokens", args.max_response_tokens]
+             "--eval-samples", 1, "--max-response-tokens", args.max_response_tokens,
+             "--prompts-per-iteration", args.prompts]
     rows, turns = [], []
     if args.width:
         flags += random_model(f"{folder}/model", args.width)
@@ -171,6 +172,7 @@ def main():
     parser.add_argument("--in-flight", action="store_true", help="overlap_hf.diff against inflight_hf.diff")
     parser.add_argument("--eval-tasks", type=int, default=1, help="of the accuracy after the last iteration")
     parser.add_argument("--max-response-tokens", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=64, help="of an iteration, with 8 replies each")
     parser.add_argument("--width", type=int, default=0, help="hidden size of a model with random weights")
     parser.add_argument("--iterations", type=int, default=30, help="of a run")
     parser.add_argument("--repeats", type=int, default=5)

@@ -101,6 +101,20 @@ for arm in ("summed", "summed_points", "decoupled"):
         f"python grpo_llm.py --env benchmarks/rewards.py:Ordered --reward-fn benchmarks/rewards.py:{arm} "
         f"{'' if arm == 'decoupled' else '--scale-rewards '}--iterations 120 {REWARDS} --seed {{s}} "
         f"--run-dir {RUNS}/{arm}/s{{s}}")
+EXAM = "--env docs/variants/exam.py:Exam"
+EXAM_RUN = (f"{EXAM} --model {RUNS}/exam/sft/checkpoints/step_000200 --iterations 60 --eval-every 10 "
+            "--eval-samples 4")
+TURNS = (
+    f"python sft.py {EXAM} --env-kwargs skill=mixed --model models/countdown-tiny --steps 200 "
+    "--batch-size 64 --learning-rate 2e-3 --dtype float32 --microbatch-tokens 8192 --max-response-tokens 16 "
+    "--weight-decay 0.01 --beta2 0.95 --eval-every 0 --checkpoint-every 200 --eval-tasks 128 "
+    f"--run-dir {RUNS}/exam/sft",
+    f"patch grpo_llm.py docs/variants/turns.diff -o {RUNS}/grpo_turns.py")
+for arm, script in (("sum", "grpo_llm.py"), ("gigpo", f"{RUNS}/grpo_turns.py")):
+    TURNS += seeds(f"python {script} {EXAM_RUN} --prompts-per-iteration 32 --seed {{s}} "
+                   f"--run-dir {RUNS}/exam/{arm}/s{{s}}")
+TURNS += seeds(f"python ppo_llm.py {EXAM_RUN} --iterations 30 --prompts-per-iteration 256 --seed {{s}} "
+               f"--run-dir {RUNS}/exam/ppo/s{{s}}")
 PONG = (
     "python a2c_vecenv.py --env-id ALE/Pong-v5 --network small --hidden-size 256 --num-envs 16 --num-steps 5 "
     "--learning-rate 5e-4 --no-anneal --no-normalize-advantages --entropy-coef 0.01 --value-coef 0.5 "
@@ -213,6 +227,10 @@ FIGURES = (
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),
+    curve("variants_turns", "grpo_llm.py ppo_llm.py docs/variants/turns.diff docs/variants/exam.py", 20,
+          TURNS, f"--log {three('exam/gigpo')} --log {three('exam/sum')} --log {three('exam/ppo')} "
+          "--label GiGPO 'GRPO, the sum' PPO --key val/exam/solved val/exam/pass@1 "
+          "--title 'An exam of four problems, 3 seeds each'"),
     curve("rewards_gdpo", "grpo_llm.py docs/rewards/gdpo.py benchmarks/rewards.py", 6, GDPO,
           f"--log {three('decoupled')} --log {three('summed')} --log {three('summed_points')} "
           "--label GDPO sum 'sum, second part x 10' --key val/countdown/pass@1 val/countdown/ordered "
