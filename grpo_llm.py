@@ -1292,10 +1292,10 @@ LIMITS = dict(float32=(1e-6, 1e-5, 1e-3), bfloat16=(0.1, 0.002, 0.01))
 def check_sampler(trainer, sampler, limits):
     """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
 
-    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, which rounding makes
-    differ. But the mean of trainer / sampler stays 1, since the tokens are the sampler's: it is less where
-    that draws from fewer words (top-p). And the difference does not grow with the log-probability, as it does
-    where the sampler has another temperature or older weights.
+    trainer, sampler (N,): log-probabilities of the tokens of this process, which rounding makes differ. But
+    the mean of trainer / sampler stays 1, as the tokens are the sampler's: it is less where that draws from
+    fewer words (top-p). And the difference does not grow with the log-probability, as it does where the
+    sampler has another temperature or older weights.
     """
     both = torch.stack([trainer, sampler]).double().cpu().numpy()
     both = np.concatenate(gather([both]), 1)  # (2, N) of all processes
@@ -1303,7 +1303,7 @@ def check_sampler(trainer, sampler, limits):
     ratio = np.exp(difference)
     mean = ratio.mean()
     error = ratio.std() / math.sqrt(len(ratio))
-    # As if they agreed on 100 tokens more, so that a few cannot raise an alarm.
+    # As if they agreed on 100 tokens more, so that a few raise no alarm.
     kl = (ratio - 1 - difference).sum() / (len(ratio) + 100)
     # Equal tokens after equal texts are rounded alike: they count once.
     trainer, sampler = np.unique(both, axis=1)
@@ -1313,7 +1313,7 @@ def check_sampler(trainer, sampler, limits):
     level -= level.mean()
     square = (level**2).sum() + 1e-9
     slope = (level * difference).sum() / square
-    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and have more weight.
+    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and weigh more.
     residual = (difference - slope * level) / (1 - level**2 / square)
     slope_error = np.sqrt((level**2 * residual**2).sum()) / square
     most_kl, most_off, most_slope = limits
@@ -1328,7 +1328,7 @@ def check_sampler(trainer, sampler, limits):
     if fault:
         raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
     return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
-            "mismatch/slope": float(slope)}
+            "mismatch/slope": float(slope), "mismatch/ess": float(mean**2 / (ratio**2).mean())}
 
 
 class HfEngine(Engine):

@@ -7,11 +7,11 @@ A critic reads the same tokens as the policy and estimates the reward to come be
     L_V = 1/2 mean_t max((V - R)^2, (V_old + clip(V - V_old) - R)^2)        R_t = A_t + V_old,t
 
 Where grpo_llm.py compares several responses to the same prompt, this asks for one response to each of many
-prompts; `diff grpo_llm.py ppo_llm.py` shows all that this changes. Rewards come at the end of each turn, a
+prompts; `diff grpo_llm.py ppo_llm.py` shows what this changes. Rewards come at the end of each turn, a
 penalty for leaving the starting model at every token (--kl-coef), as in arXiv:1909.08593; advantages are
 whitened over the batch. Where the defaults differ from that paper: no penalty, a small entropy bonus, and a
-critic with a backbone, learning rate and minibatches of its own, fitted before the policy moves and alone in
-the first iterations.
+critic with a backbone, learning rate and minibatches of its own, fitted before the policy and alone in the
+first iterations.
 
     python ppo_llm.py                                # Countdown on a laptop CPU, offline, under three minutes
     python ppo_llm.py --critic shared                # a value head on the policy's own last layer
@@ -19,8 +19,8 @@ the first iterations.
         --env-kwargs style=r1 max_operands=4 max_number=100 max_target=1000 operators=+-*/ \
         --max-response-tokens 1024
 
-Expect greedy accuracy on held-out problems to climb from 0.61 to 0.99 and pass@1 at temperature 1 from 0.31
-to 0.96, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
+Expect held-out greedy accuracy to climb from 0.61 to 0.99 and pass@1 at temperature 1 from 0.31 to 0.96,
+while pass@16 ends at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
 """
 
 import asyncio
@@ -202,7 +202,7 @@ REAL_LORA = dict(learning_rate=2e-5, critic_learning_rate=1e-4)  # with adapters
 DISCOUNT = 1.0  # GAE's gamma, per token
 VALUE_CLIP = 0.5  # how far from its old value a value may move before the clipped loss holds it [reward]
 VALUE_COEF = 5.0  # of the value loss with --critic shared: large, as errors in [0, 1] are small
-KL_GAIN = 0.1  # how fast the coefficient of the penalty is adapted: by at most a fifth of this an iteration
+KL_GAIN = 0.1  # how fast the penalty's coefficient adapts: by a fifth of this at most
 TIS_CAP = 2.0  # of the importance weight between sampler and trainer
 MAX_GRAD_NORM = 1.0  # of policy and critic each
 
@@ -1300,10 +1300,10 @@ LIMITS = dict(float32=(1e-6, 1e-5, 1e-3), bfloat16=(0.1, 0.002, 0.01))
 def check_sampler(trainer, sampler, limits):
     """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
 
-    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, which rounding makes
-    differ. But the mean of trainer / sampler stays 1, since the tokens are the sampler's: it is less where
-    that draws from fewer words (top-p). And the difference does not grow with the log-probability, as it does
-    where the sampler has another temperature or older weights.
+    trainer, sampler (N,): log-probabilities of the tokens of this process, which rounding makes differ. But
+    the mean of trainer / sampler stays 1, as the tokens are the sampler's: it is less where that draws from
+    fewer words (top-p). And the difference does not grow with the log-probability, as it does where the
+    sampler has another temperature or older weights.
     """
     both = torch.stack([trainer, sampler]).double().cpu().numpy()
     both = np.concatenate(gather([both]), 1)  # (2, N) of all processes
@@ -1311,7 +1311,7 @@ def check_sampler(trainer, sampler, limits):
     ratio = np.exp(difference)
     mean = ratio.mean()
     error = ratio.std() / math.sqrt(len(ratio))
-    # As if they agreed on 100 tokens more, so that a few cannot raise an alarm.
+    # As if they agreed on 100 tokens more, so that a few raise no alarm.
     kl = (ratio - 1 - difference).sum() / (len(ratio) + 100)
     # Equal tokens after equal texts are rounded alike: they count once.
     trainer, sampler = np.unique(both, axis=1)
@@ -1321,7 +1321,7 @@ def check_sampler(trainer, sampler, limits):
     level -= level.mean()
     square = (level**2).sum() + 1e-9
     slope = (level * difference).sum() / square
-    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and have more weight.
+    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and weigh more.
     residual = (difference - slope * level) / (1 - level**2 / square)
     slope_error = np.sqrt((level**2 * residual**2).sum()) / square
     most_kl, most_off, most_slope = limits
@@ -1336,7 +1336,7 @@ def check_sampler(trainer, sampler, limits):
     if fault:
         raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
     return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
-            "mismatch/slope": float(slope)}
+            "mismatch/slope": float(slope), "mismatch/ess": float(mean**2 / (ratio**2).mean())}
 
 
 class HfEngine(Engine):

@@ -3,9 +3,9 @@
     python benchmarks/time_to.py --sides default,maxrl,reading,ppo,trl --seeds 1,2,3,4,5
     python benchmarks/time_to.py --sides "default,--minibatches 4" --seeds 11,12 --stop    # a search
 
-A side is a name of SIDES below, flags of grpo_llm.py, or a changed copy of it (a path) and its flags. Each
-is a process of its own with one thread on one core. They take turns, a block of iterations each, so that a
-machine that slows down slows all of them. The process's CPU time in these blocks is counted; start-up and
+A side is a name of SIDES below and flags, flags of grpo_llm.py, or a changed copy of it (a path) and flags.
+Each is a process of its own with one thread on one core. They take turns, a block of iterations each, so that
+a machine that slows down slows all of them. The process's CPU time in these blocks is counted; start-up and
 evaluations are not. After each block 512 held-out problems are answered greedily and twice at temperature 1.
 The goal is reached at the last of three evaluations in a row whose means are 0.95 and 0.90. With --stop a
 side ends there; else at the end of its schedule, where sixteen replies to each problem are drawn. --out FILE
@@ -48,7 +48,10 @@ def side_of(name):
     program, _, flags = name.partition(" ")
     if program.endswith(".py"):
         return program, flags
-    return SIDES[name] if name in SIDES else ("grpo_llm", name)
+    if program in SIDES:
+        script, of_side = SIDES[program]
+        return script, f"{of_side} {flags}"
+    return "grpo_llm", name
 
 
 # A side's process

@@ -101,7 +101,8 @@ def test_the_policys_own_samples_pass_and_the_numbers_are_those_of_the_library(c
     slope, _ = statistics.linear_regression([(t + s) / 2 for t, s in pairs], [t - s for t, s in pairs])
     assert found == pytest.approx({
         "mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(ratio.mean()),
-        "mismatch/slope": slope}, rel=1e-6, abs=1e-9)
+        "mismatch/slope": slope, "mismatch/ess": float(1 / (len(ratio) * ((ratio / ratio.sum())**2).sum()))
+    }, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(("fault", "says"), [

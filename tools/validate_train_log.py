@@ -111,6 +111,8 @@ _GRPO_AND_PPO = {
                             "from the policy"),
     "mismatch/slope": ("number?", "how the difference of the two log-probabilities grows with them: 0; -0.02 "
                        "where the sampler's temperature is 2 % higher"),
+    "mismatch/ess": ("amount?", "effective sample size of the tokens' trainer / sampler ratios, as a share "
+                     "of their number: 1 where all are equal (arXiv:2602.17616, there of sequences)"),
     "mismatch/frac_capped": ("rate", "share of tokens whose weight the correction caps or sets to 0"),
     "time": ("amount rollout update sync eval checkpoint", "rollout, update, sync, eval, checkpoint (those "
              "since the record before) [s]"),
