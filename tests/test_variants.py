@@ -547,6 +547,40 @@ def test_the_gradient_is_that_of_log_pi_times_what_others_did_not_earn(case, tmp
     assert records(folder)[-1]["train/grad_norm"] == pytest.approx(adam.norms[0], rel=2e-3)
 
 
+# critic_lambda.diff
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.5])
+def test_the_critic_learns_returns_of_a_lambda_of_its_own(lam, tmp_path, monkeypatch):
+    script, folder = load_script(variants()["ppo_critic_lambda.py"]), tmp_path / "run"
+    monkeypatch.setitem(SMALL, "ppo_critic_lambda", SMALL["ppo_llm"])
+    updates.noisy_run(script, folder, monkeypatch, critic_warmup=0, critic_learning_rate=5e-3,
+                      **dict(critic_lambda=lam) if lam < 1 else {})
+    raw, whitened, seen = [], [], []
+    for episode in episodes(folder, "train_step_000002")[0]:
+        segment, = episode["segments"]
+        values, returns = (torch.tensor(segment[name], dtype=torch.float64) for name in ("values", "returns"))
+        after = torch.cat([values[1:], torch.zeros(1)])
+        rewards = torch.zeros_like(values)
+        rewards[-1] = episode["reward"]
+        end = torch.zeros_like(values, dtype=torch.bool)
+        end[-1] = True
+
+        def of(lam, *given):
+            return gae_by_sums(*(x[:, None] for x in given), 1.0, lam)[:, 0]
+
+        given = rewards, values, after, end, end
+        torch.testing.assert_close(returns, values + of(lam, *given), rtol=1e-5, atol=1e-5)
+        raw.append(of(0.95, *given))
+        whitened += segment["advantages"]
+        seen.append(torch.stack([returns, values]))
+    raw, (returns, values) = torch.cat(raw), torch.cat(seen, 1)
+    expected = (raw - raw.mean()) / raw.std(correction=0)
+    torch.testing.assert_close(torch.tensor(whitened, dtype=torch.float64), expected, rtol=1e-4, atol=1e-4)
+    explained = 1 - float((returns - values).var(correction=0) / returns.var(correction=0))
+    assert records(folder)[-1]["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-4)
+
+
 # ppo_vecenv.diff
 
 
