@@ -510,6 +510,33 @@ def test_every_problem_of_an_exam_earns_its_share_and_is_in_no_other_exam():
         envs.make("docs/variants/exam.py:Exam", problems="17")
 
 
+# pods.diff
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_two_of_each_side_stand_for_all_of_it(most, tmp_path):
+    script, folder = load_script(variants()["grpo_pods.py"]), tmp_path / "run"
+    script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
+        env_kwargs=("test_tasks=32",), prompts_per_iteration=8, group_size=8, run_dir=str(folder),
+        **dict(most_per_side=most) if most != 2 else {})))
+    played, _ = episodes(folder, "train_step_000002")
+    sizes = set()
+    for start in range(0, len(played), 8):
+        group = played[start:start + 8]
+        rewards = [episode["reward"] for episode in group]
+        for reward in {*rewards}:
+            side = [episode["segments"][0] for episode in group if episode["reward"] == reward]
+            expected = reward - sum(rewards) / 8
+            if not expected:  # a group of equal rewards is left out
+                continue
+            for segment in side[:most]:
+                whole = [expected * max(1, len(side) / most)] * len(segment["response_ids"])
+                assert segment["advantages"] == pytest.approx(whole)
+            assert not any(segment["advantages"] for segment in side[most:])
+            sizes.add(len(side))
+    assert min(sizes) < most + 1 < max(sizes)
+
+
 # reinforce.diff
 
 
