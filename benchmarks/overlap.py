@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -133,6 +134,7 @@ def speed(args, folder):
         for turn in range(args.repeats):
             seconds = {}
             for side, (script, *more) in [*sides.items()][::-1 if turn % 2 else 1]:
+                before = served(url)
                 records = train(script, f"{folder}/{turn}-{side}", trainer, *flags, *more,
                                 "--seed", 1 + turn)
                 times = {record["iteration"]: record["wall_time_s"] for record in records}
@@ -141,6 +143,9 @@ def speed(args, folder):
                          for part in ("rollout", "update", "sync")}
                 if args.in_flight:
                     parts |= learned(records, args.iterations, times)
+                if url:
+                    tokens, steps = (now - then for now, then in zip(served(url), before, strict=True))
+                    parts["tokens_per_step"] = tokens / steps
                 rows.append(dict(engine=args.engine, width=args.width, turn=turn, side=side,
                                  staleness=args.staleness if more else 0, seconds=seconds[side], **parts))
                 print(f"turn {turn}: {side} {seconds[side]:.3f} s an iteration ({parts})", file=sys.stderr)
@@ -151,6 +156,16 @@ def speed(args, folder):
     print(f"\n{first} takes {statistics.median(turns):.2f} times as long "
           f"({min(turns):.2f} to {max(turns):.2f} in {len(turns)} turns)")
     return rows
+
+
+def served(url):
+    """What a server has done so far: the tokens that it has sampled, and the steps that it took for them."""
+    if not url:
+        return None
+    with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    return [float(re.search(rf"^vllm:{name}\S* (\S+)$", text, re.MULTILINE).group(1))
+            for name in ("generation_tokens_total", "iteration_tokens_total_count")]
 
 
 def learned(records, iterations, times):
