@@ -155,6 +155,11 @@ def speed(args, folder):
         print(f"| {side} | {statistics.median(row['seconds'] for row in rows if row['side'] == side):.3f} |")
     print(f"\n{first} takes {statistics.median(turns):.2f} times as long "
           f"({min(turns):.2f} to {max(turns):.2f} in {len(turns)} turns)")
+    if args.in_flight:
+        rates = {(row["turn"], row["side"]): row["tokens_per_s"] for row in rows}
+        ratios = [rates[turn, second] / rates[turn, first] for turn in range(args.repeats)]
+        print(f"{second} learns from {statistics.median(ratios):.2f} times as many tokens a second "
+              f"({min(ratios):.2f} to {max(ratios):.2f})")
     return rows
 
 

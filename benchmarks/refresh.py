@@ -228,7 +228,7 @@ FIGURES = (
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),
-    curve("variants_turns", "grpo_llm.py ppo_llm.py docs/variants/turns.diff docs/variants/exam.py", 35,
+    curve("variants_turns", "grpo_llm.py ppo_llm.py docs/variants/turns.diff docs/variants/exam.py", 30,
           TURNS, f"--log {three('exam/gigpo')} --log {three('exam/own')} --log {three('exam/sum')} "
           f"--log {three('exam/ppo')} --label GiGPO 'turns alone' 'GRPO, the sum' PPO "
           "--key val/exam/solved val/exam/pass@1 --title 'An exam of four problems, 3 seeds each'"),
