@@ -146,7 +146,8 @@ def speed(args, folder):
                 if url:
                     tokens, steps = (now - then for now, then in zip(served(url), before, strict=True))
                     parts["tokens_per_step"] = tokens / steps
-                rows.append(dict(engine=args.engine, width=args.width, turn=turn, side=side,
+                rows.append(dict(engine=args.engine, cores=" ".join(args.cores), width=args.width,
+                                 turn=turn, side=side,
                                  staleness=args.staleness if more else 0, seconds=seconds[side], **parts))
                 print(f"turn {turn}: {side} {seconds[side]:.3f} s an iteration ({parts})", file=sys.stderr)
             turns.append(seconds[first] / seconds[second])

@@ -268,6 +268,11 @@ FIGURES = (
             f"python benchmarks/sampler.py faults --runs {RUNS}/faults"), needs="models/smollm2-135m"),
     cost("overlap_speed", "grpo_llm.py docs/variants/overlap.diff", 15,
          "overlap.py --width 192 --iterations 20", needs="vllm"),
+    cost("overlap_in_flight", "grpo_llm.py docs/variants/overlap.diff docs/variants/inflight.diff", 15,
+         "overlap.py --in-flight --cores 0 0 --width 64 --max-response-tokens 128 --prompts 4 --iterations 8 "
+         "--repeats 3",
+         "overlap.py --in-flight --width 64 --max-response-tokens 200 --prompts 4 --iterations 10 "
+         "--repeats 3", needs="vllm"),
     cost("step", "grpo_llm.py", 4, "grpo_vs_trl.py step", needs=".venv-trl"),
     cost("real", "grpo_llm.py", 60, "grpo_vs_trl.py real --repeats 5", needs=".venv-trl"),
     cost("run", "grpo_llm.py", 8, "grpo_vs_trl.py run", needs=".venv-trl"),
