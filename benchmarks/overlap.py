@@ -2,14 +2,15 @@
 
     python benchmarks/overlap.py --vllm-python .venv-vllm/bin/python
     python benchmarks/overlap.py --engine hf
-    python benchmarks/overlap.py --in-flight --eval-tasks 256 --iterations 150
+    python benchmarks/overlap.py --engine hf --in-flight --eval-tasks 256 --iterations 40
+    python benchmarks/overlap.py --in-flight --width 64 --max-response-tokens 200 --prompts 4 --iterations 16
 
 A vLLM server on core 0 samples, the trainer on core 1 learns, by the default recipe; the two scripts
 take turns, and a ratio is the median of the turns' ratios. With --engine hf there is no server, and
-overlap_hf.diff has a process that samples; both may run on both cores. --in-flight compares that, whose
-weights are handed over between requests, with inflight_hf.diff, where they are between tokens. Counted is
-the time from the second iteration's record to the last one's but one, so neither set-up nor evaluation.
-Wants a quiet machine.
+overlap_hf.diff has a process that samples; both may run on both cores. --in-flight compares these, whose
+weights are handed over between requests, with inflight.diff and inflight_hf.diff, where they are between
+tokens. Counted is the time from the second iteration's record to the last one's but one, so neither set-up
+nor evaluation. Wants a quiet machine.
 With --width a Llama of that hidden size, with random weights, takes the place of models/countdown-tiny, and
 the reply's text decides at random what it is worth, so that every group is learned from.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -43,6 +45,7 @@ def make_variants(folder):
     for name in ("envs", "models"):
         Path(folder, name).symlink_to(REPOSITORY / name)
     for script, diff, target in (("grpo_llm.py", "overlap.diff", "grpo_overlap.py"),
+                                 (f"{folder}/grpo_overlap.py", "inflight.diff", "grpo_inflight.py"),
                                  (f"{folder}/grpo_overlap.py", "overlap_hf.diff", "grpo_overlap_hf.py"),
                                  (f"{folder}/grpo_overlap_hf.py", "inflight_hf.diff", "grpo_inflight_hf.py")):
         subprocess.run(["patch", script, f"docs/variants/{diff}", "-o", f"{folder}/{target}"], cwd=REPOSITORY,
@@ -115,19 +118,24 @@ def speed(args, folder):
     if args.width:
         flags += random_model(f"{folder}/model", args.width)
     model = f"{folder}/model" if args.width else "models/countdown-tiny"
-    with vllm_server(args.vllm_python, "0", model) if args.engine == "vllm" else nothing() as url:
+    server, trainer = args.cores
+    if args.engine == "hf":
+        trainer = f"{server},{trainer}"
+    with vllm_server(args.vllm_python, server, model) if args.engine == "vllm" else nothing() as url:
         if url:
             flags += ["--engine", "vllm", "--vllm-url", url, "--max-context-tokens", 256]
-        name = "grpo_overlap.py" if url else "grpo_overlap_hf.py"
+        end = ".py" if url else "_hf.py"
+        name = f"grpo_overlap{end}"
         stale = ("--max-staleness", args.staleness)
         sides = {"grpo_llm.py": (REPOSITORY / "grpo_llm.py",), name: (f"{folder}/{name}", *stale)}
         if args.in_flight:
-            sides = {side: (f"{folder}/{side}", *stale) for side in (name, "grpo_inflight_hf.py")}
+            sides = {side: (f"{folder}/{side}", *stale) for side in (name, f"grpo_inflight{end}")}
         first, second = sides
         for turn in range(args.repeats):
             seconds = {}
             for side, (script, *more) in [*sides.items()][::-1 if turn % 2 else 1]:
-                records = train(script, f"{folder}/{turn}-{side}", "1" if url else "0,1", *flags, *more,
+                before = served(url)
+                records = train(script, f"{folder}/{turn}-{side}", trainer, *flags, *more,
                                 "--seed", 1 + turn)
                 times = {record["iteration"]: record["wall_time_s"] for record in records}
                 seconds[side] = (times[args.iterations - 1] - times[2]) / (args.iterations - 3)
@@ -135,7 +143,11 @@ def speed(args, folder):
                          for part in ("rollout", "update", "sync")}
                 if args.in_flight:
                     parts |= learned(records, args.iterations, times)
-                rows.append(dict(engine=args.engine, width=args.width, turn=turn, side=side,
+                if url:
+                    tokens, steps = (now - then for now, then in zip(served(url), before, strict=True))
+                    parts["tokens_per_step"] = tokens / steps
+                rows.append(dict(engine=args.engine, cores=" ".join(args.cores), width=args.width,
+                                 turn=turn, side=side,
                                  staleness=args.staleness if more else 0, seconds=seconds[side], **parts))
                 print(f"turn {turn}: {side} {seconds[side]:.3f} s an iteration ({parts})", file=sys.stderr)
             turns.append(seconds[first] / seconds[second])
@@ -144,7 +156,22 @@ def speed(args, folder):
         print(f"| {side} | {statistics.median(row['seconds'] for row in rows if row['side'] == side):.3f} |")
     print(f"\n{first} takes {statistics.median(turns):.2f} times as long "
           f"({min(turns):.2f} to {max(turns):.2f} in {len(turns)} turns)")
+    if args.in_flight:
+        rates = {(row["turn"], row["side"]): row["tokens_per_s"] for row in rows}
+        ratios = [rates[turn, second] / rates[turn, first] for turn in range(args.repeats)]
+        print(f"{second} learns from {statistics.median(ratios):.2f} times as many tokens a second "
+              f"({min(ratios):.2f} to {max(ratios):.2f})")
     return rows
+
+
+def served(url):
+    """What a server has done so far: the tokens that it has sampled, and the steps that it took for them."""
+    if not url:
+        return None
+    with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    return [float(re.search(rf"^vllm:{name}\S* (\S+)$", text, re.MULTILINE).group(1))
+            for name in ("generation_tokens_total", "iteration_tokens_total_count")]
 
 
 def learned(records, iterations, times):
@@ -169,7 +196,8 @@ def main():
     parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
     parser.add_argument("--vllm-python", default=sys.executable, help="of an environment with vLLM")
     parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--in-flight", action="store_true", help="overlap_hf.diff against inflight_hf.diff")
+    parser.add_argument("--in-flight", action="store_true", help="against weights in flight")
+    parser.add_argument("--cores", nargs=2, default=("0", "1"), help="of the server and of the trainer")
     parser.add_argument("--eval-tasks", type=int, default=1, help="of the accuracy after the last iteration")
     parser.add_argument("--max-response-tokens", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=64, help="of an iteration, with 8 replies each")
@@ -178,8 +206,6 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", help="CSV to append to")
     args = parser.parse_args()
-    if args.in_flight:
-        args.engine = "hf"
     if args.engine == "vllm":
         check_environment("vllm", python=args.vllm_python, made_by="vllm")
     with tempfile.TemporaryDirectory() as folder:

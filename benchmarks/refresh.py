@@ -110,10 +110,11 @@ TURNS = (
     "--weight-decay 0.01 --beta2 0.95 --eval-every 0 --checkpoint-every 200 --eval-tasks 128 "
     f"--run-dir {RUNS}/exam/sft",
     f"patch grpo_llm.py docs/variants/turns.diff -o {RUNS}/grpo_turns.py")
-for arm, script in (("sum", "grpo_llm.py"), ("gigpo", f"{RUNS}/grpo_turns.py")):
+OWN = f"{RUNS}/grpo_turns.py --episode-coef 0 --turn-discount 0"
+for arm, script in (("sum", "grpo_llm.py"), ("gigpo", f"{RUNS}/grpo_turns.py"), ("own", OWN)):
     TURNS += seeds(f"python {script} {EXAM_RUN} --prompts-per-iteration 32 --seed {{s}} "
                    f"--run-dir {RUNS}/exam/{arm}/s{{s}}")
-TURNS += seeds(f"python ppo_llm.py {EXAM_RUN} --iterations 30 --prompts-per-iteration 256 --seed {{s}} "
+TURNS += seeds(f"python ppo_llm.py {EXAM_RUN} --prompts-per-iteration 256 --seed {{s}} "
                f"--run-dir {RUNS}/exam/ppo/s{{s}}")
 PONG = (
     "python a2c_vecenv.py --env-id ALE/Pong-v5 --network small --hidden-size 256 --num-envs 16 --num-steps 5 "
@@ -227,10 +228,10 @@ FIGURES = (
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),
-    curve("variants_turns", "grpo_llm.py ppo_llm.py docs/variants/turns.diff docs/variants/exam.py", 20,
-          TURNS, f"--log {three('exam/gigpo')} --log {three('exam/sum')} --log {three('exam/ppo')} "
-          "--label GiGPO 'GRPO, the sum' PPO --key val/exam/solved val/exam/pass@1 "
-          "--title 'An exam of four problems, 3 seeds each'"),
+    curve("variants_turns", "grpo_llm.py ppo_llm.py docs/variants/turns.diff docs/variants/exam.py", 30,
+          TURNS, f"--log {three('exam/gigpo')} --log {three('exam/own')} --log {three('exam/sum')} "
+          f"--log {three('exam/ppo')} --label GiGPO 'turns alone' 'GRPO, the sum' PPO "
+          "--key val/exam/solved val/exam/pass@1 --title 'An exam of four problems, 3 seeds each'"),
     curve("rewards_gdpo", "grpo_llm.py docs/rewards/gdpo.py benchmarks/rewards.py", 6, GDPO,
           f"--log {three('decoupled')} --log {three('summed')} --log {three('summed_points')} "
           "--label GDPO sum 'sum, second part x 10' --key val/countdown/pass@1 val/countdown/ordered "
@@ -267,6 +268,11 @@ FIGURES = (
             f"python benchmarks/sampler.py faults --runs {RUNS}/faults"), needs="models/smollm2-135m"),
     cost("overlap_speed", "grpo_llm.py docs/variants/overlap.diff", 15,
          "overlap.py --width 192 --iterations 20", needs="vllm"),
+    cost("overlap_in_flight", "grpo_llm.py docs/variants/overlap.diff docs/variants/inflight.diff", 15,
+         "overlap.py --in-flight --cores 0 0 --width 64 --max-response-tokens 128 --prompts 4 --iterations 8 "
+         "--repeats 3",
+         "overlap.py --in-flight --width 64 --max-response-tokens 200 --prompts 4 --iterations 10 "
+         "--repeats 3", needs="vllm"),
     cost("step", "grpo_llm.py", 4, "grpo_vs_trl.py step", needs=".venv-trl"),
     cost("real", "grpo_llm.py", 60, "grpo_vs_trl.py real --repeats 5", needs=".venv-trl"),
     cost("run", "grpo_llm.py", 8, "grpo_vs_trl.py run", needs=".venv-trl"),
@@ -377,7 +383,8 @@ def make(figure: Figure, head: str) -> str:
 def run(command: str, log: Path) -> None:
     """One thread; `python` is the one that runs this. What the command prints is added to the log."""
     environment = os.environ | dict(
-        OMP_NUM_THREADS="1", PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+        OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT),  # for scripts that a diff has made, which import envs
+        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     with log.open("a", encoding="utf-8") as file:
         print(f"$ {command}", file=file, flush=True)
         done = subprocess.run(command, shell=True, cwd=ROOT, env=environment, stdout=file, stderr=file)

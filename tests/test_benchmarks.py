@@ -233,11 +233,12 @@ def repository(tmp_path, monkeypatch):
     (tmp_path / ".gitignore").write_text("/runs/\n/said\n/*.csv\n/stop\n")
     (tmp_path / "README.md").write_text("![It](dear.csv)\n")
     train = "mkdir -p runs/refresh/a && echo trained >> runs/refresh/a/log && : --run-dir runs/refresh/a"
+    made = "mkdir -p runs/refresh && echo import a > runs/refresh/made.py && python runs/refresh/made.py"
     stops = "test ! -e stop && cp runs/refresh/a/log"
     monkeypatch.setattr(refresh, "ROOT", tmp_path)
     monkeypatch.setattr(refresh, "FIGURES", (
         refresh.Figure("dear", ("dear.csv",), ("a.py",), "cost", 2, (train, f"{stops} dear.csv")),
-        refresh.Figure("cheap", ("cheap.csv",), ("a.py",), "cost", 1, ("echo cheap >> said",)),
+        refresh.Figure("cheap", ("cheap.csv",), ("a.py",), "cost", 1, ("echo cheap >> said", made)),
         refresh.Figure("foreign", ("foreign.csv",), ("a.py",), "cost", 0, ("false",), "no_such_package")))
     commit(tmp_path, "x = 1\n", first=True)
     return tmp_path

@@ -1,6 +1,7 @@
 """docs/variants/overlap*.diff and inflight*.diff: what samples while the policy is updated."""
 
 import itertools
+import json
 import re
 import time
 
@@ -147,6 +148,32 @@ def test_what_cannot_sample_beside_the_update_is_refused():
     for flags in (dict(), dict(engine="vllm")):
         with pytest.raises(ValueError, match="--max-staleness 2: expected --vllm-url, and no torchrun"):
             script.Args(max_staleness=2, **flags)
+
+
+@pytest.mark.slow
+def test_a_rollout_begins_before_the_last_replies_of_the_one_before_it(stand_in, tmp_path):  # noqa: F811
+    """docs/variants/inflight.diff: or a server would have less and less to do until they come."""
+    server, asked, late = stand_in(), [], []
+
+    def streamed(path, body):
+        if path != "/v1/completions":
+            return ()
+        asked.extend([body] * (body["n"] == 4))  # an evaluation has other groups
+        deadline = time.monotonic() + PATIENCE
+        while len(asked) == 4 and not late:  # the first rollout's last reply, until the second one has asked
+            if time.monotonic() > deadline:
+                late.append(body)
+            time.sleep(0.01)
+        with server.lock:
+            choices = server.completions(**body)["choices"]
+        return 200, "".join(f"data: {json.dumps(dict(choices=[choice]))}\n\n" for choice in choices)
+
+    server.trouble = streamed
+    flags = asking(server, max_staleness=1, iterations=3, **KEEP)
+    folder = overlap(tmp_path / "run", "grpo_inflight.py", **flags)
+    assert not late, "the second rollout waited for the end of the first"
+    assert [most for _, most in staleness(folder)] == [0, 1, 1]
+    check_versions(folder)
 
 
 # A process of its own
