@@ -93,8 +93,9 @@ def made(diff, teacher):
     known = [flag.name for flag in docs_tables.flags(path)]
 
     def of(**flags):
+        one = (str(teacher),) if diff == "teachers.diff" else str(teacher)
         flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | dict(
-            teacher=(str(teacher),) if diff == "teachers.diff" else str(teacher), max_staleness=2 * (diff == "stale.diff"), eval_every=0) | flags
+            teacher=one, max_staleness=2 * (diff == "stale.diff"), eval_every=0) | flags
         if script == "a2c_vecenv.py":  # 24 transitions: a process has none in some of the minibatches
             flags |= dict(env_kwargs=("max_steps=9",), minibatches=8)
         return {flag: value for flag, value in flags.items() if flag in known}
@@ -176,15 +177,15 @@ def test_a_token_counts_by_what_the_teacher_thinks_of_it(case, teacher, tmp_path
     folder = tmp_path / "run"
     script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
         env_kwargs=("test_tasks=32",), teacher=str(teacher), run_dir=str(folder)) | flags))
-    check_taught(folder, dict.fromkeys({"countdown", "four"}, teacher), flags)
+    check_taught(folder, {"": teacher}, flags)
 
 
 def check_taught(folder, teachers, flags):
-    """The second iteration, replayed: {source: folder} has each token's teacher."""
+    """The second iteration, replayed: {source: folder} has each token's teacher, "" all other sources'."""
     played, _ = episodes(folder, "train_step_000002")
     segments = [s for episode in played for s in episode["segments"]]
-    sources = [episode["source"] for episode in played for _ in episode["segments"]]
-    assert {*sources} <= teachers.keys() and len({*sources}) == len({*teachers.values()})
+    teacher_of = [teachers.get(e["source"], teachers.get("")) for e in played for _ in e["segments"]]
+    assert {*teacher_of} == {*teachers.values()}, "a teacher without a token"
     (before, state), (after, end) = (updates.checkpoint(folder, n) for n in (1, 2))
     model = updates.base_model()
     theirs = {path: AutoModelForCausalLM.from_pretrained(path).double().eval() for path in teachers.values()}
@@ -192,8 +193,8 @@ def check_taught(folder, teachers, flags):
     epochs, temperature = flags.get("epochs", 1), flags.get("temperature", 1.0)
     adam = updates.Adam(trained, state["optimizer"], flags.get("learning_rate", 2e-3) * 2 / 4, 0.95, 1.0)
     known = updates.known_before(model, trained, segments, flags)
-    for s, source, numbers in zip(segments, sources, known, strict=True):
-        out = updates.forward(theirs[teachers[source]], {}, s["prompt_ids"] + s["response_ids"])
+    for s, own, numbers in zip(segments, teacher_of, known, strict=True):
+        out = updates.forward(theirs[own], {}, s["prompt_ids"] + s["response_ids"])
         numbers["words"], numbers["taught"], _ = updates.response_of(s, *out, temperature)
         numbers["words"], numbers["taught"] = numbers["words"].detach(), numbers["taught"].detach()
     expected = updates.replay(adam, model, segments, known, of_distill, flags, epochs)
@@ -304,9 +305,9 @@ def test_each_source_is_taught_by_its_own_teacher(case, teacher, second_teacher,
 def test_equal_teachers_are_one(teacher, tmp_path):
     """To rounding, since the passes are others; a source may be named by its beginning."""
     ends = []
-    for name, script, given in (("one", "grpo_distill.py", str(teacher)),
-                                ("two", "grpo_teachers.py", (f"countdown={teacher}", f"countdown/4={teacher}"))):
-        script = load_script(variants()[script])
+    for name, given in (("distill", str(teacher)),
+                        ("teachers", (f"countdown={teacher}", f"countdown/4={teacher}"))):
+        script = load_script(variants()[f"grpo_{name}.py"])
         script.main(script.Args(**TWO_SOURCES, teacher=given, run_dir=str(tmp_path / name)))
         ends.append(updates.checkpoint(tmp_path / name, 2)[0])
     start = dict(updates.base_model().named_parameters())
