@@ -68,6 +68,21 @@ DISTILL = (
     *seeds(f"python {RUNS}/grpo_distill.py {TAUGHT} --run-dir {RUNS}/distill/s{{s}}"),
     *seeds(f"python {RUNS}/grpo_distill.py {TAUGHT} --divergence forward --run-dir {RUNS}/forward/s{{s}}"),
     *seeds(f"python {RUNS}/grpo_sampled_distill.py {TAUGHT} --run-dir {RUNS}/sampled_distill/s{{s}}"))
+TINY_SFT = ("--model models/countdown-tiny --batch-size 64 --steps 300 --learning-rate 2e-3 --dtype float32 "
+            "--microbatch-tokens 8192 --max-response-tokens 16 --weight-decay 0.01 --beta2 0.95 "
+            "--eval-every 0 --eval-tasks 128 --eval-samples 1 --checkpoint-every 300")
+SHORT = "--iterations 100 --group-size 2 --eval-every 10 --eval-tasks 256 --eval-samples 4 --seed {s}"
+HINTED = f"{RUNS}/self/sft/checkpoints/step_000300"
+SELF = (
+    *DISTILL[:2],
+    f"patch {RUNS}/grpo_distill.py docs/variants/self_distill.diff -o {RUNS}/grpo_self_distill.py",
+    f"python sft.py --env docs/variants/hinted.py:Hinted --env-kwargs skill=mixed {TINY_SFT} "
+    f"--run-dir {RUNS}/self/sft")
+for arm, start, rate in (("shipped", "models/countdown-tiny", 0.05), ("fixed", HINTED, 0.0),
+                         ("moving", HINTED, 0.05)):
+    SELF += seeds(f"python {RUNS}/grpo_self_distill.py --model {start} --teacher {start} "
+                  f"--teacher-rate {rate} --hint ' | {{solution}} |' {SHORT} "
+                  f"--run-dir {RUNS}/self/{arm}/s{{s}}")
 REINFORCE = (
     f"patch ppo_llm.py docs/variants/reinforce.diff -o {RUNS}/reinforce_llm.py",
     *seeds(f"python {RUNS}/reinforce_llm.py --eval-samples 4 --seed {{s}} --run-dir {RUNS}/reinforce/s{{s}}"))
@@ -224,6 +239,13 @@ FIGURES = (
           f"--log {three('distill')} --log {three('forward')} --log {three('sampled_distill')} "
           f"--label 'reverse KL' 'forward KL' 'sampled token' --control {three('grpo_often')} "
           "--control-label GRPO --panel 'held out' --title 'On-policy distillation and GRPO, 3 seeds each'"),
+    curve("variants_self_distill",
+          "grpo_llm.py sft.py docs/variants/sampled_distill.diff docs/variants/distill.diff "
+          "docs/variants/self_distill.diff docs/variants/hinted.py", 6, SELF,
+          f"--log {three('self/fixed')} --log {three('self/moving')} --log {three('self/shipped')} "
+          "--label 'fixed teacher' 'teacher at rate 0.05' 'shipped model, rate 0.05' "
+          "--key val/countdown/pass@1 val/countdown/greedy "
+          "--title 'A self-teacher that sees the solution, 3 seeds each'"),
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),
