@@ -83,6 +83,24 @@ for arm, start, rate in (("shipped", "models/countdown-tiny", 0.05), ("fixed", H
     SELF += seeds(f"python {RUNS}/grpo_self_distill.py --model {start} --teacher {start} "
                   f"--teacher-rate {rate} --hint ' | {{solution}} |' {SHORT} "
                   f"--run-dir {RUNS}/self/{arm}/s{{s}}")
+MIX = "--env-kwargs max_operands=4 difficulty=true"
+THREE, FOUR = (f"{RUNS}/teachers/{name}/checkpoints/step_000120" for name in ("three", "four"))
+SPECIALIST = "--iterations 120 --eval-every 0 --eval-tasks 128 --eval-samples 4 --checkpoint-every 120"
+TEACHERS = (
+    *DISTILL[:2],
+    f"patch {RUNS}/grpo_distill.py docs/variants/teachers.diff -o {RUNS}/grpo_teachers.py",
+    f"python sft.py --env countdown {MIX} skill=mixed {TINY_SFT} --run-dir {RUNS}/teachers/student",
+    f"python grpo_llm.py {SPECIALIST} --run-dir {RUNS}/teachers/three",
+    f"python sft.py --env countdown {MIX} min_operands=4 skill=mixed {TINY_SFT} "
+    f"--run-dir {RUNS}/teachers/sft4",
+    f"python grpo_llm.py {MIX} min_operands=4 --model {RUNS}/teachers/sft4/checkpoints/step_000300 "
+    f"{SPECIALIST} --run-dir {RUNS}/teachers/four")
+BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000300 {SHORT}"
+for arm, given in (("own", f"countdown/3={THREE} countdown/4={FOUR}"), ("one", FOUR)):
+    TEACHERS += seeds(f"python {RUNS}/grpo_teachers.py --teacher {given} {BOTH} "
+                      f"--run-dir {RUNS}/teachers/{arm}/s{{s}}")
+TEACHERS += seeds(f"python grpo_llm.py {BOTH} --group-size 8 --prompts-per-iteration 16 "
+                  f"--run-dir {RUNS}/teachers/grpo/s{{s}}")
 REINFORCE = (
     f"patch ppo_llm.py docs/variants/reinforce.diff -o {RUNS}/reinforce_llm.py",
     *seeds(f"python {RUNS}/reinforce_llm.py --eval-samples 4 --seed {{s}} --run-dir {RUNS}/reinforce/s{{s}}"))
@@ -239,6 +257,13 @@ FIGURES = (
           f"--log {three('distill')} --log {three('forward')} --log {three('sampled_distill')} "
           f"--label 'reverse KL' 'forward KL' 'sampled token' --control {three('grpo_often')} "
           "--control-label GRPO --panel 'held out' --title 'On-policy distillation and GRPO, 3 seeds each'"),
+    curve("variants_teachers",
+          "grpo_llm.py sft.py docs/variants/sampled_distill.diff docs/variants/distill.diff "
+          "docs/variants/teachers.diff", 10, TEACHERS,
+          f"--log {three('teachers/own')} --log {three('teachers/one')} --log {three('teachers/grpo')} "
+          "--label 'a teacher for each' 'the second for both' GRPO "
+          "--key val/countdown/3/greedy val/countdown/4/greedy "
+          "--title 'Two tasks and their teachers, 3 seeds each'"),
     curve("variants_self_distill",
           "grpo_llm.py sft.py docs/variants/sampled_distill.diff docs/variants/distill.diff "
           "docs/variants/self_distill.diff docs/variants/hinted.py", 6, SELF,

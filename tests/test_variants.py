@@ -362,6 +362,16 @@ def test_the_teacher_sees_the_solution_and_follows_the_policy(rate, tmp_path):
     assert records(folder)[-1]["distill/divergence"] == pytest.approx(found / count, rel=2e-3)
 
 
+def test_every_second_prompt_of_the_hinted_countdown_has_the_reply():
+    plain, hinted = (envs.make(name, skill="mixed") for name in
+                     ("countdown", "docs/variants/hinted.py:Hinted"))
+    for place in range(4):
+        task, other = plain.task("train", place), hinted.task("train", place)
+        assert hinted.solution(other) == plain.solution(task)
+        hint = f" | {plain.solution(task)} |" if place % 2 else ""
+        assert other.messages == [dict(role="user", content=task.messages[0]["content"] + hint)]
+
+
 # curriculum.diff
 
 
