@@ -71,12 +71,15 @@ DISTILL = (
 TINY_SFT = ("--model models/countdown-tiny --batch-size 64 --steps 300 --learning-rate 2e-3 --dtype float32 "
             "--microbatch-tokens 8192 --max-response-tokens 16 --weight-decay 0.01 --beta2 0.95 "
             "--eval-every 0 --eval-tasks 128 --eval-samples 1 --checkpoint-every 300")
-SHORT = "--iterations 100 --group-size 2 --eval-every 10 --eval-tasks 256 --eval-samples 4 --seed {s}"
+SHORT = ("--iterations 100 --prompts-per-iteration 32 --group-size 2 --eval-every 20 --eval-tasks 256 "
+         "--eval-samples 2 --seed {s}")
+# sft.py takes skill=mixed alone for its default, which it drops where an environment or a model is given.
+MIXED = "skill=mixed novice_share=0.7"
 HINTED = f"{RUNS}/self/sft/checkpoints/step_000300"
 SELF = (
     *DISTILL[:2],
     f"patch {RUNS}/grpo_distill.py docs/variants/self_distill.diff -o {RUNS}/grpo_self_distill.py",
-    f"python sft.py --env docs/variants/hinted.py:Hinted --env-kwargs skill=mixed {TINY_SFT} "
+    f"python sft.py --env docs/variants/hinted.py:Hinted --env-kwargs {MIXED} {TINY_SFT} "
     f"--run-dir {RUNS}/self/sft")
 for arm, start, rate in (("shipped", "models/countdown-tiny", 0.05), ("fixed", HINTED, 0.0),
                          ("moving", HINTED, 0.05)):
@@ -84,22 +87,18 @@ for arm, start, rate in (("shipped", "models/countdown-tiny", 0.05), ("fixed", H
                   f"--teacher-rate {rate} --hint ' | {{solution}} |' {SHORT} "
                   f"--run-dir {RUNS}/self/{arm}/s{{s}}")
 MIX = "--env-kwargs max_operands=4 difficulty=true"
-THREE, FOUR = (f"{RUNS}/teachers/{name}/checkpoints/step_000120" for name in ("three", "four"))
-SPECIALIST = "--iterations 120 --eval-every 0 --eval-tasks 128 --eval-samples 4 --checkpoint-every 120"
+THREE, FOUR = (f"{RUNS}/teachers/{name}/checkpoints/step_000300" for name in ("three", "four"))
 TEACHERS = (
     *DISTILL[:2],
     f"patch {RUNS}/grpo_distill.py docs/variants/teachers.diff -o {RUNS}/grpo_teachers.py",
-    f"python sft.py --env countdown {MIX} skill=mixed {TINY_SFT} --run-dir {RUNS}/teachers/student",
-    f"python grpo_llm.py {SPECIALIST} --run-dir {RUNS}/teachers/three",
-    f"python sft.py --env countdown {MIX} min_operands=4 skill=mixed {TINY_SFT} "
-    f"--run-dir {RUNS}/teachers/sft4",
-    f"python grpo_llm.py {MIX} min_operands=4 --model {RUNS}/teachers/sft4/checkpoints/step_000300 "
-    f"{SPECIALIST} --run-dir {RUNS}/teachers/four")
+    f"python sft.py --env countdown {MIX} {MIXED} {TINY_SFT} --run-dir {RUNS}/teachers/student",
+    f"python sft.py --env countdown {MIX} max_operands=3 {TINY_SFT} --run-dir {RUNS}/teachers/three",
+    f"python sft.py --env countdown {MIX} min_operands=4 {TINY_SFT} --run-dir {RUNS}/teachers/four")
 BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000300 {SHORT}"
 for arm, given in (("own", f"countdown/3={THREE} countdown/4={FOUR}"), ("one", FOUR)):
     TEACHERS += seeds(f"python {RUNS}/grpo_teachers.py --teacher {given} {BOTH} "
                       f"--run-dir {RUNS}/teachers/{arm}/s{{s}}")
-TEACHERS += seeds(f"python grpo_llm.py {BOTH} --group-size 8 --prompts-per-iteration 16 "
+TEACHERS += seeds(f"python grpo_llm.py {BOTH} --group-size 8 --prompts-per-iteration 8 "
                   f"--run-dir {RUNS}/teachers/grpo/s{{s}}")
 REINFORCE = (
     f"patch ppo_llm.py docs/variants/reinforce.diff -o {RUNS}/reinforce_llm.py",

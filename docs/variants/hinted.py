@@ -1,6 +1,7 @@
-"""Countdown for sft.py, with the reply in every second prompt: a self-teacher has to be able to read one.
+r"""Countdown for sft.py, with the reply in every second prompt: a self-teacher has to be able to read one.
 
-    python sft.py --env docs/variants/hinted.py:Hinted --env-kwargs skill=mixed --model models/countdown-tiny
+    python sft.py --env docs/variants/hinted.py:Hinted --env-kwargs skill=mixed novice_share=0.7 \
+        --model models/countdown-tiny --max-response-tokens 16
 """
 
 import dataclasses
