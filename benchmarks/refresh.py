@@ -73,7 +73,7 @@ TINY_SFT = ("--model models/countdown-tiny --batch-size 64 --steps 300 --learnin
             "--eval-every 0 --eval-tasks 128 --eval-samples 1 --checkpoint-every 300")
 SHORT = ("--iterations 100 --prompts-per-iteration 32 --group-size 2 --eval-every 20 --eval-tasks 256 "
          "--eval-samples 2 --seed {s}")
-# sft.py takes skill=mixed alone for its default, which it drops where an environment or a model is given.
+# sft.py takes skill=mixed alone for its default, which it drops where another environment is given.
 MIXED = "skill=mixed novice_share=0.7"
 HINTED = f"{RUNS}/self/sft/checkpoints/step_000300"
 SELF = (
