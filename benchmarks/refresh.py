@@ -94,7 +94,7 @@ TEACHERS = (
     f"python sft.py --env countdown {MIX} {MIXED} {TINY_SFT} --run-dir {RUNS}/teachers/student",
     f"python sft.py --env countdown {MIX} max_operands=3 {TINY_SFT} --run-dir {RUNS}/teachers/three",
     f"python sft.py --env countdown {MIX} min_operands=4 {TINY_SFT} --run-dir {RUNS}/teachers/four")
-BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000300 {SHORT}"
+BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000300 {SHORT} --iterations 60"
 for arm, given in (("own", f"countdown/3={THREE} countdown/4={FOUR}"), ("one", FOUR)):
     TEACHERS += seeds(f"python {RUNS}/grpo_teachers.py --teacher {given} {BOTH} "
                       f"--run-dir {RUNS}/teachers/{arm}/s{{s}}")
