@@ -71,8 +71,8 @@ DISTILL = (
 TINY_SFT = ("--model models/countdown-tiny --batch-size 64 --steps 300 --learning-rate 2e-3 --dtype float32 "
             "--microbatch-tokens 8192 --max-response-tokens 16 --weight-decay 0.01 --beta2 0.95 "
             "--eval-every 0 --eval-tasks 128 --eval-samples 1 --checkpoint-every 300")
-SHORT = ("--iterations 100 --prompts-per-iteration 32 --group-size 2 --eval-every 20 --eval-tasks 256 "
-         "--eval-samples 2 --seed {s}")
+EVALS = "--eval-every 20 --eval-tasks 256 --eval-samples 2 --seed {s}"
+PAIRS = "--prompts-per-iteration 32 --group-size 2"  # a teacher judges each reply: two of a prompt will do
 # sft.py takes skill=mixed alone for its default, which it drops where another environment is given.
 MIXED = "skill=mixed novice_share=0.7"
 HINTED = f"{RUNS}/self/sft/checkpoints/step_000300"
@@ -84,21 +84,21 @@ SELF = (
 for arm, start, rate in (("shipped", "models/countdown-tiny", 0.05), ("fixed", HINTED, 0.0),
                          ("moving", HINTED, 0.05)):
     SELF += seeds(f"python {RUNS}/grpo_self_distill.py --model {start} --teacher {start} "
-                  f"--teacher-rate {rate} --hint ' | {{solution}} |' {SHORT} "
+                  f"--teacher-rate {rate} --hint ' | {{solution}} |' --iterations 100 {PAIRS} {EVALS} "
                   f"--run-dir {RUNS}/self/{arm}/s{{s}}")
-MIX = "--env-kwargs max_operands=4 difficulty=true"
+MIX = "--env-kwargs difficulty=true max_operands=4"
 THREE, FOUR = (f"{RUNS}/teachers/{name}/checkpoints/step_000300" for name in ("three", "four"))
 TEACHERS = (
     *DISTILL[:2],
     f"patch {RUNS}/grpo_distill.py docs/variants/teachers.diff -o {RUNS}/grpo_teachers.py",
     f"python sft.py --env countdown {MIX} {MIXED} {TINY_SFT} --run-dir {RUNS}/teachers/student",
-    f"python sft.py --env countdown {MIX} max_operands=3 {TINY_SFT} --run-dir {RUNS}/teachers/three",
+    f"python sft.py --env countdown --env-kwargs difficulty=true {TINY_SFT} --run-dir {RUNS}/teachers/three",
     f"python sft.py --env countdown {MIX} min_operands=4 {TINY_SFT} --run-dir {RUNS}/teachers/four")
-BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000300 {SHORT} --iterations 60"
+BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000300 --iterations 60 {EVALS}"
 for arm, given in (("own", f"countdown/3={THREE} countdown/4={FOUR}"), ("one", FOUR)):
-    TEACHERS += seeds(f"python {RUNS}/grpo_teachers.py --teacher {given} {BOTH} "
+    TEACHERS += seeds(f"python {RUNS}/grpo_teachers.py --teacher {given} {BOTH} {PAIRS} "
                       f"--run-dir {RUNS}/teachers/{arm}/s{{s}}")
-TEACHERS += seeds(f"python grpo_llm.py {BOTH} --group-size 8 --prompts-per-iteration 8 "
+TEACHERS += seeds(f"python grpo_llm.py {BOTH} --prompts-per-iteration 8 "
                   f"--run-dir {RUNS}/teachers/grpo/s{{s}}")
 REINFORCE = (
     f"patch ppo_llm.py docs/variants/reinforce.diff -o {RUNS}/reinforce_llm.py",
