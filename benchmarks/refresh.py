@@ -68,10 +68,9 @@ DISTILL = (
     *seeds(f"python {RUNS}/grpo_distill.py {TAUGHT} --run-dir {RUNS}/distill/s{{s}}"),
     *seeds(f"python {RUNS}/grpo_distill.py {TAUGHT} --divergence forward --run-dir {RUNS}/forward/s{{s}}"),
     *seeds(f"python {RUNS}/grpo_sampled_distill.py {TAUGHT} --run-dir {RUNS}/sampled_distill/s{{s}}"))
-TINY_SFT = ("--model models/countdown-tiny --batch-size 64 --steps {n} --learning-rate 2e-3 --dtype float32 "
+TINY_SFT = ("--model models/countdown-tiny --batch-size 64 --steps 300 --learning-rate 2e-3 --dtype float32 "
             "--microbatch-tokens 8192 --max-response-tokens 16 --weight-decay 0.01 --beta2 0.95 "
-            "--eval-every 0 --eval-tasks 128 --eval-samples 1 --checkpoint-every {n}")
-SHORT_SFT = TINY_SFT.format(n=150)
+            "--eval-every 0 --eval-tasks 128 --eval-samples 1 --checkpoint-every 300")
 EVALS = "--eval-every 20 --eval-tasks 256 --eval-samples 2 --seed {s}"
 PAIRS = "--prompts-per-iteration 32 --group-size 2"  # a teacher judges each reply: two of a prompt will do
 # sft.py takes skill=mixed alone for its default, which it drops where another environment is given.
@@ -80,7 +79,7 @@ HINTED = f"{RUNS}/self/sft/checkpoints/step_000300"
 SELF = (
     *DISTILL[:2],
     f"patch {RUNS}/grpo_distill.py docs/variants/self_distill.diff -o {RUNS}/grpo_self_distill.py",
-    f"python sft.py --env docs/variants/hinted.py:Hinted --env-kwargs {MIXED} {TINY_SFT.format(n=300)} "
+    f"python sft.py --env docs/variants/hinted.py:Hinted --env-kwargs {MIXED} {TINY_SFT} "
     f"--run-dir {RUNS}/self/sft")
 for arm, start, rate in (("shipped", "models/countdown-tiny", 0.05), ("fixed", HINTED, 0.0),
                          ("moving", HINTED, 0.05)):
@@ -88,14 +87,14 @@ for arm, start, rate in (("shipped", "models/countdown-tiny", 0.05), ("fixed", H
                   f"--teacher-rate {rate} --hint ' | {{solution}} |' --iterations 100 {PAIRS} {EVALS} "
                   f"--run-dir {RUNS}/self/{arm}/s{{s}}")
 MIX = "--env-kwargs difficulty=true max_operands=4"
-THREE, FOUR = (f"{RUNS}/teachers/{name}/checkpoints/step_000150" for name in ("three", "four"))
+THREE, FOUR = (f"{RUNS}/teachers/{name}/checkpoints/step_000300" for name in ("three", "four"))
 TEACHERS = (
     *DISTILL[:2],
     f"patch {RUNS}/grpo_distill.py docs/variants/teachers.diff -o {RUNS}/grpo_teachers.py",
-    f"python sft.py --env countdown {MIX} {MIXED} {SHORT_SFT} --run-dir {RUNS}/teachers/student",
-    f"python sft.py --env countdown --env-kwargs difficulty=true {SHORT_SFT} --run-dir {RUNS}/teachers/three",
-    f"python sft.py --env countdown {MIX} min_operands=4 {SHORT_SFT} --run-dir {RUNS}/teachers/four")
-BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000150 --iterations 40 {EVALS}"
+    f"python sft.py --env countdown {MIX} {MIXED} {TINY_SFT} --run-dir {RUNS}/teachers/student",
+    f"python sft.py --env countdown --env-kwargs difficulty=true {TINY_SFT} --run-dir {RUNS}/teachers/three",
+    f"python sft.py --env countdown {MIX} min_operands=4 {TINY_SFT} --run-dir {RUNS}/teachers/four")
+BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000300 --iterations 100 {EVALS}"
 for arm, given in (("own", f"countdown/3={THREE} countdown/4={FOUR}"), ("one", FOUR)):
     TEACHERS += seeds(f"python {RUNS}/grpo_teachers.py --teacher {given} {BOTH} {PAIRS} "
                       f"--run-dir {RUNS}/teachers/{arm}/s{{s}}")
@@ -108,7 +107,7 @@ DYCK = "--env logic --env-kwargs types=dyck_language style=words dyck_min_length
 LOGIC = (
     *seeds(f"python sft.py {DYCK} --steps 150 --eval-every 0 --checkpoint-every 150 --max-response-tokens 14 "
            f"--seed {{s}} --run-dir {RUNS}/logic/sft{{s}}"),
-    *seeds(f"python grpo_llm.py {DYCK} --model {RUNS}/logic/sft{{s}}/checkpoints/step_000150 "
+    *seeds(f"python grpo_llm.py {DYCK} --model {RUNS}/logic/sft{{s}}/checkpoints/step_000300 "
            "--prompts-per-iteration 256 --iterations 500 --minibatches 2 --learning-rate 1e-3 "
            f"--max-response-tokens 14 --seed {{s}} --run-dir {RUNS}/logic/s{{s}}"))
 HEX = ('--env openspiel --env-kwargs "cases=hex(board_size=4)" mode=game style=words max_random_steps=2 '
