@@ -68,6 +68,38 @@ DISTILL = (
     *seeds(f"python {RUNS}/grpo_distill.py {TAUGHT} --run-dir {RUNS}/distill/s{{s}}"),
     *seeds(f"python {RUNS}/grpo_distill.py {TAUGHT} --divergence forward --run-dir {RUNS}/forward/s{{s}}"),
     *seeds(f"python {RUNS}/grpo_sampled_distill.py {TAUGHT} --run-dir {RUNS}/sampled_distill/s{{s}}"))
+TINY_SFT = ("--model models/countdown-tiny --batch-size 64 --steps 300 --learning-rate 2e-3 --dtype float32 "
+            "--microbatch-tokens 8192 --max-response-tokens 16 --weight-decay 0.01 --beta2 0.95 "
+            "--eval-every 0 --eval-tasks 128 --eval-samples 1 --checkpoint-every 300")
+EVALS = "--eval-every 20 --eval-tasks 256 --eval-samples 2 --seed {s}"
+PAIRS = "--prompts-per-iteration 32 --group-size 2"  # a teacher judges each reply: two of a prompt will do
+# sft.py takes skill=mixed alone for its default, which it drops where another environment is given.
+MIXED = "skill=mixed novice_share=0.7"
+HINTED = f"{RUNS}/self/sft/checkpoints/step_000300"
+SELF = (
+    *DISTILL[:2],
+    f"patch {RUNS}/grpo_distill.py docs/variants/self_distill.diff -o {RUNS}/grpo_self_distill.py",
+    f"python sft.py --env docs/variants/hinted.py:Hinted --env-kwargs {MIXED} {TINY_SFT} "
+    f"--run-dir {RUNS}/self/sft")
+for arm, start, rate in (("shipped", "models/countdown-tiny", 0.05), ("fixed", HINTED, 0.0),
+                         ("moving", HINTED, 0.05)):
+    SELF += seeds(f"python {RUNS}/grpo_self_distill.py --model {start} --teacher {start} "
+                  f"--teacher-rate {rate} --hint ' | {{solution}} |' --iterations 100 {PAIRS} {EVALS} "
+                  f"--run-dir {RUNS}/self/{arm}/s{{s}}")
+MIX = "--env-kwargs difficulty=true max_operands=4"
+THREE, FOUR = (f"{RUNS}/teachers/{name}/checkpoints/step_000300" for name in ("three", "four"))
+TEACHERS = (
+    *DISTILL[:2],
+    f"patch {RUNS}/grpo_distill.py docs/variants/teachers.diff -o {RUNS}/grpo_teachers.py",
+    f"python sft.py --env countdown {MIX} {MIXED} {TINY_SFT} --run-dir {RUNS}/teachers/student",
+    f"python sft.py --env countdown --env-kwargs difficulty=true {TINY_SFT} --run-dir {RUNS}/teachers/three",
+    f"python sft.py --env countdown {MIX} min_operands=4 {TINY_SFT} --run-dir {RUNS}/teachers/four")
+BOTH = f"{MIX} --model {RUNS}/teachers/student/checkpoints/step_000300 --iterations 100 {EVALS}"
+for arm, given in (("own", f"countdown/3={THREE} countdown/4={FOUR}"), ("one", FOUR)):
+    TEACHERS += seeds(f"python {RUNS}/grpo_teachers.py --teacher {given} {BOTH} {PAIRS} "
+                      f"--run-dir {RUNS}/teachers/{arm}/s{{s}}")
+TEACHERS += seeds(f"python grpo_llm.py {BOTH} --prompts-per-iteration 8 "
+                  f"--run-dir {RUNS}/teachers/grpo/s{{s}}")
 REINFORCE = (
     f"patch ppo_llm.py docs/variants/reinforce.diff -o {RUNS}/reinforce_llm.py",
     *seeds(f"python {RUNS}/reinforce_llm.py --eval-samples 4 --seed {{s}} --run-dir {RUNS}/reinforce/s{{s}}"))
@@ -75,7 +107,7 @@ DYCK = "--env logic --env-kwargs types=dyck_language style=words dyck_min_length
 LOGIC = (
     *seeds(f"python sft.py {DYCK} --steps 150 --eval-every 0 --checkpoint-every 150 --max-response-tokens 14 "
            f"--seed {{s}} --run-dir {RUNS}/logic/sft{{s}}"),
-    *seeds(f"python grpo_llm.py {DYCK} --model {RUNS}/logic/sft{{s}}/checkpoints/step_000150 "
+    *seeds(f"python grpo_llm.py {DYCK} --model {RUNS}/logic/sft{{s}}/checkpoints/step_000300 "
            "--prompts-per-iteration 256 --iterations 500 --minibatches 2 --learning-rate 1e-3 "
            f"--max-response-tokens 14 --seed {{s}} --run-dir {RUNS}/logic/s{{s}}"))
 HEX = ('--env openspiel --env-kwargs "cases=hex(board_size=4)" mode=game style=words max_random_steps=2 '
@@ -225,6 +257,20 @@ FIGURES = (
           f"--log {three('distill')} --log {three('forward')} --log {three('sampled_distill')} "
           f"--label 'reverse KL' 'forward KL' 'sampled token' --control {three('grpo_often')} "
           "--control-label GRPO --panel 'held out' --title 'On-policy distillation and GRPO, 3 seeds each'"),
+    curve("variants_teachers",
+          "grpo_llm.py sft.py docs/variants/sampled_distill.diff docs/variants/distill.diff "
+          "docs/variants/teachers.diff", 10, TEACHERS,
+          f"--log {three('teachers/own')} --log {three('teachers/one')} --log {three('teachers/grpo')} "
+          "--label 'a teacher for each' 'the second for both' GRPO "
+          "--key val/countdown/3/greedy val/countdown/4/greedy "
+          "--title 'Two tasks and their teachers, 3 seeds each'"),
+    curve("variants_self_distill",
+          "grpo_llm.py sft.py docs/variants/sampled_distill.diff docs/variants/distill.diff "
+          "docs/variants/self_distill.diff docs/variants/hinted.py", 6, SELF,
+          f"--log {three('self/fixed')} --log {three('self/moving')} --log {three('self/shipped')} "
+          "--label 'fixed teacher' 'teacher at rate 0.05' 'shipped model, rate 0.05' "
+          "--key val/countdown/pass@1 val/countdown/greedy "
+          "--title 'A self-teacher that sees the solution, 3 seeds each'"),
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),

@@ -80,6 +80,7 @@ TESTS = {
     "docs/reading/": ("reading rl_maths", ""),
     "docs/rewards/": ("rewards", ""),
     "docs/variants/ppo_vecenv.diff": ("variants", "transition or surrogate"),
+    "docs/variants/teachers.diff": ("variants", "its_own_teacher or equal_teachers or the_reverse"),
     "docs/variants/turns.diff": ("variants", "turn_is"),
 }
 
@@ -894,6 +895,15 @@ MUTANTS = {
         "optimiser steps of one epoch": ("opt_steps=iteration * args.epochs *", "opt_steps=iteration *"),
         "the first minibatch is left out": ("== number  #", "== number + 1  #"),
         "a minibatch of one transition": ("< 2 * self.minibatches", "< self.minibatches"),
+    },
+    "docs/variants/teachers.diff": {
+        "the shortest name wins": ("max(fitting, key=len)", "min(fitting, key=len)"),
+        "teachers are swapped": ("segment.teacher == name]", "segment.teacher != name]"),
+        "a denominator for each pass": (
+            "pass_loss(model, teacher, batch, num_tokens,",
+            'pass_loss(model, teacher, batch, int(batch["response_mask"].sum()),'),
+        "a name is a whole source": ('f"{source}/".startswith(f"{name}/")', "source == name"),
+        "two teachers for one source": ("< len(args.teacher):", "< len(args.teachers):"),
     },
     "docs/variants/turns.diff": {
         "later rewards count in full": ("args.turn_discount * earned", "earned"),

@@ -324,8 +324,9 @@ def import_libraries(folder):
     for path in sorted(Path(folder, "tests").glob("test_*.py")):
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(f"tests.{path.stem}")
-    for name, module in [*sys.modules.items()]:
-        place = vars(module).get("__file__") or next(iter(vars(module).get("__path__", [])), "")
+    places = {name: vars(module).get("__file__") or next(iter(vars(module).get("__path__", [])), "")
+              for name, module in sys.modules.items()}
+    for name, place in places.items():
         if str(place).startswith(folder):
             del sys.modules[name]
     sys.path.remove(folder)

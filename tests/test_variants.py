@@ -93,8 +93,9 @@ def made(diff, teacher):
     known = [flag.name for flag in docs_tables.flags(path)]
 
     def of(**flags):
+        one = (str(teacher),) if diff == "teachers.diff" else str(teacher)
         flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | dict(
-            teacher=str(teacher), max_staleness=2 * (diff == "stale.diff"), eval_every=0) | flags
+            teacher=one, max_staleness=2 * (diff == "stale.diff"), eval_every=0) | flags
         if script == "a2c_vecenv.py":  # 24 transitions: a process has none in some of the minibatches
             flags |= dict(env_kwargs=("max_steps=9",), minibatches=8)
         return {flag: value for flag, value in flags.items() if flag in known}
@@ -176,15 +177,24 @@ def test_a_token_counts_by_what_the_teacher_thinks_of_it(case, teacher, tmp_path
     folder = tmp_path / "run"
     script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
         env_kwargs=("test_tasks=32",), teacher=str(teacher), run_dir=str(folder)) | flags))
-    segments = [s for episode in episodes(folder, "train_step_000002")[0] for s in episode["segments"]]
+    check_taught(folder, {"": teacher}, flags)
+
+
+def check_taught(folder, teachers, flags):
+    """The second iteration, replayed: {source: folder} has each token's teacher, "" all other sources'."""
+    played, _ = episodes(folder, "train_step_000002")
+    segments = [s for episode in played for s in episode["segments"]]
+    teacher_of = [teachers.get(e["source"], teachers.get("")) for e in played for _ in e["segments"]]
+    assert {*teacher_of} == {*teachers.values()}, "a teacher without a token"
     (before, state), (after, end) = (updates.checkpoint(folder, n) for n in (1, 2))
-    model, theirs = updates.base_model(), AutoModelForCausalLM.from_pretrained(teacher).double().eval()
+    model = updates.base_model()
+    theirs = {path: AutoModelForCausalLM.from_pretrained(path).double().eval() for path in teachers.values()}
     trained = updates.learnable(before)
     epochs, temperature = flags.get("epochs", 1), flags.get("temperature", 1.0)
     adam = updates.Adam(trained, state["optimizer"], flags.get("learning_rate", 2e-3) * 2 / 4, 0.95, 1.0)
     known = updates.known_before(model, trained, segments, flags)
-    for s, numbers in zip(segments, known, strict=True):
-        out = updates.forward(theirs, {}, s["prompt_ids"] + s["response_ids"])
+    for s, own, numbers in zip(segments, teacher_of, known, strict=True):
+        out = updates.forward(theirs[own], {}, s["prompt_ids"] + s["response_ids"])
         numbers["words"], numbers["taught"], _ = updates.response_of(s, *out, temperature)
         numbers["words"], numbers["taught"] = numbers["words"].detach(), numbers["taught"].detach()
     expected = updates.replay(adam, model, segments, known, of_distill, flags, epochs)
@@ -254,6 +264,73 @@ def test_a_teacher_of_other_tokens_is_one_line(teacher, tmp_path):
                                     eval_tasks=1))
 
 
+# teachers.diff
+
+
+@pytest.fixture(scope="module")
+def second_teacher(teacher, tmp_path_factory):
+    """Another, from the first one by the same step in another direction."""
+    folder, model = tmp_path_factory.mktemp("second"), AutoModelForCausalLM.from_pretrained(teacher)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+# Prompts of two sources, countdown/3 and countdown/4, and passes of a few rows.
+TWO_SOURCES = SMALL["grpo_llm"] | updates.RUN | dict(
+    env_kwargs=("test_tasks=32", "max_operands=4", "difficulty=true"), prompts_per_iteration=6,
+    microbatch_tokens=100)
+TEACHERS = {
+    "reverse": dict(divergence="reverse"),
+    "forward": dict(divergence="forward", lora_rank=2, lora_alpha=8, learning_rate=2e-2, epochs=2,
+                    aggregation="sequence"),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(("reverse",), TEACHERS))
+def test_each_source_is_taught_by_its_own_teacher(case, teacher, second_teacher, tmp_path, monkeypatch):
+    """One named teacher, and one for the rest: each token's target is that of its own task's."""
+    flags = TEACHERS[case]
+    monkeypatch.setattr(updates, "response_of", response_and_words)
+    script, folder = load_script(variants()["grpo_teachers.py"]), tmp_path / "run"
+    script.main(script.Args(**TWO_SOURCES | flags, run_dir=str(folder),
+                            teacher=(str(teacher), f"countdown/4={second_teacher}")))
+    check_taught(folder, {"countdown/3": teacher, "countdown/4": second_teacher}, flags)
+
+
+def test_equal_teachers_are_one(teacher, tmp_path):
+    """To rounding, since the passes are others; a source may be named by its beginning."""
+    ends = []
+    for name, given in (("distill", str(teacher)),
+                        ("teachers", (f"countdown={teacher}", f"countdown/4={teacher}"))):
+        script = load_script(variants()[f"grpo_{name}.py"])
+        script.main(script.Args(**TWO_SOURCES, teacher=given, run_dir=str(tmp_path / name)))
+        ends.append(updates.checkpoint(tmp_path / name, 2)[0])
+    start = dict(updates.base_model().named_parameters())
+    one, two = ({name: end[name] - start["model." + name].detach() for name in end} for end in ends)
+    updates.near(two, one, 1e-3)
+
+
+@pytest.mark.parametrize("given, says", [
+    (("countdown/3={}",), "--env countdown has tasks of source countdown/4: expected a --teacher for them"),
+    (("{}", "countdown/5={}"), "--teacher .*: expected each to have tasks of its own; the sources of --env "
+                               "countdown are countdown/3, countdown/4"),
+    (("{}", "countdown/4={}", "countdown/3={}"), "--teacher .*: expected each to have tasks of its own; .*"),
+    (("{}", "countdown/4={}", "countdown/4={}"), "--teacher .*: expected each to have tasks of its own; .*"),
+    (("countdown={}", "countdown/4=nowhere/none"), "--teacher nowhere/none: it cannot be loaded.*"),
+])
+def test_a_source_without_a_teacher_and_the_reverse_are_one_line(given, says, teacher, tmp_path):
+    script = load_script(variants()["grpo_teachers.py"])
+    given = tuple(words.format(teacher) for words in given)
+    with pytest.raises(script.BadInput, match=f"^{says}$"):
+        script.main(script.Args(**TWO_SOURCES, teacher=given, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
 # self_distill.diff
 
 
@@ -283,6 +360,16 @@ def test_the_teacher_sees_the_solution_and_follows_the_policy(rate, tmp_path):
             found += float((p.exp() * (p - q)).sum())
             count += len(s["response_ids"])
     assert records(folder)[-1]["distill/divergence"] == pytest.approx(found / count, rel=2e-3)
+
+
+def test_every_second_prompt_of_the_hinted_countdown_has_the_reply():
+    plain, hinted = (envs.make(name, skill="mixed") for name in
+                     ("countdown", "docs/variants/hinted.py:Hinted"))
+    for place in range(4):
+        task, other = plain.task("train", place), hinted.task("train", place)
+        assert hinted.solution(other) == plain.solution(task)
+        hint = f" | {plain.solution(task)} |" if place % 2 else ""
+        assert other.messages == [dict(role="user", content=task.messages[0]["content"] + hint)]
 
 
 # curriculum.diff
