@@ -1254,10 +1254,8 @@ def main(args):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
     env = env_name = None
     if not rows_given:
-        env_name, options = args.env, args.env_kwargs
-        if env_name != Args.env and options == Args.env_kwargs:
-            options = ()  # the default is for Countdown alone
-        env = envs.make(env_name, **envs.parse_options(options))
+        env_name = args.env
+        env = envs.make(env_name, **envs.parse_options(args.env_kwargs))
         if env.about:
             print_rank_0(env.about)
     if any(weight != 1 for weight in weights_of_files(args.val_files).values()):
@@ -1423,6 +1421,8 @@ def read_flags():
         defaults = REAL_MODEL | dict(dtype="bfloat16" if torch.cuda.is_available() else "float32")
     if "--epochs" in given:
         defaults["steps"] = 0
+    if "--env" in given:
+        defaults["env_kwargs"] = ()
     for name in sorted(os.environ):
         if name.startswith("SFT_"):  # which set up other systems
             print_rank_0(f"{name} is set, and not read: pass a flag (python sft.py --help)")

@@ -137,7 +137,7 @@ EXAM = "--env docs/variants/exam.py:Exam"
 EXAM_RUN = (f"{EXAM} --model {RUNS}/exam/sft/checkpoints/step_000200 --iterations 60 --eval-every 10 "
             "--eval-samples 4")
 TURNS = (
-    f"python sft.py {EXAM} --env-kwargs skill=mixed --model models/countdown-tiny --steps 200 "
+    f"python sft.py {EXAM} --model models/countdown-tiny --steps 200 "
     "--batch-size 64 --learning-rate 2e-3 --dtype float32 --microbatch-tokens 8192 --max-response-tokens 16 "
     "--weight-decay 0.01 --beta2 0.95 --eval-every 0 --checkpoint-every 200 --eval-tasks 128 "
     f"--run-dir {RUNS}/exam/sft",

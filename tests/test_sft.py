@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -439,10 +440,14 @@ def test_a_weight_says_how_often_an_epoch_has_the_rows_of_a_file(tmp_path):
         train(sft, tmp_path / "bad", train_files=("x.jsonl",), val_files=("x.jsonl=2",))
 
 
-def test_the_options_of_the_default_environment_are_not_those_of_another(tmp_path):
-    folder = train(sft, tmp_path / "run", env="logic", env_kwargs=sft.Args.env_kwargs, steps=1, batch_size=1,
-                   eval_every=0, eval_tasks=1, max_length=4096)
-    assert validate(folder)["ok"]
+@pytest.mark.parametrize(("words", "options"), [
+    ("", ("skill=mixed",)), ("--env logic", ()), ("--env=logic --env-kwargs a=b", ("a=b",)),
+    ("--env x.py:Own --env-kwargs skill=mixed", ("skill=mixed",)), ("--model a/b", ()),
+    ("--model a/b --env-kwargs skill=mixed", ("skill=mixed",))])
+def test_options_that_are_given_are_kept_and_those_of_the_default_run_are_of_no_other(
+        words, options, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sft.py", *words.split()])
+    assert sft.read_flags().env_kwargs == options
 
 
 @pytest.mark.slow
