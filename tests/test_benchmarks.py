@@ -19,8 +19,8 @@ from benchmarks import losses, refresh, sides, smollm2
 from tests.run_folders import ROOT, load_script, needs_git, records, variants
 
 ARGUMENTS = {"a2c_vs_sb3": "scale", "agent": "", "exercises": "--table", "gpu": "all --out OUT",
-             "grpo_vs_trl": "step", "logic": "--out OUT", "losses": "--list", "openspiel": "", "overlap": "",
-             "pixel_goal": "speed", "ppo_vs_a2c": "--list", "rewards": "", "rollout": "",
+             "grpo_vs_trl": "step", "iteration": "", "logic": "--out OUT", "losses": "--list",
+             "openspiel": "", "overlap": "", "pixel_goal": "speed", "ppo_vs_a2c": "--list", "rewards": "", "rollout": "",
              "sampler": "updates", "scaling": "", "sft_vs_trl": "speed", "smollm2": "--jobs 1",
              "time_to": "", "update_memory": ""}
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
@@ -51,6 +51,16 @@ def test_the_time_to_a_goal_is_that_of_the_blocks_up_to_the_third_evaluation_in_
     assert time_to.time_to(reached) == 10.0  # the start is no block; 0.94, 0.95 and 0.96 are the first
     assert time_to.time_to(rows(0.96, 0.96, 0.96)) == 4.0
     assert time_to.time_to(reached[:5]) == time_to.time_to(rows(1, 1, 1, sampled=0.89)) == math.inf
+
+
+def test_each_trick_of_the_script_can_be_taken_out(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import iteration
+    whole = (ROOT / "grpo_llm.py").read_text()
+    for trick in iteration.TRICKS:
+        text = iteration.without(trick, tmp_path).read_text()
+        compile(text, trick, "exec")
+        assert text.count("\n") == whole.count("\n") and text != whole
 
 
 def test_the_other_sides_environment_is_looked_at_before_anything_starts(tmp_path):

@@ -217,6 +217,9 @@ CANNOT = {
     "python benchmarks/exercises.py": "hours",  # minutes
     "python benchmarks/exercises.py --only *": "hours",
     "python benchmarks/time_to.py *": "hours",  # a quarter of one for each seed
+    "python benchmarks/iteration.py": "hours",  # minutes
+    "python benchmarks/iteration.py --tricks": "hours",  # minutes
+    "python benchmarks/iteration.py --tricks --real *": "hours",  # minutes
 }
 REASONS = ("gpu", "hub", "hours", "network", "other-package")
 # What a package brings to an environment, and the name that it is imported by.
