@@ -54,6 +54,9 @@ def plot(name: str, words: str) -> str:
 
 GRPO = seeds(f"python grpo_llm.py --seed {{s}} --run-dir {RUNS}/grpo/s{{s}}")
 PPO = seeds(f"python ppo_llm.py --seed {{s}} --run-dir {RUNS}/ppo/s{{s}}")
+CRITIC = (
+    f"patch ppo_llm.py docs/variants/critic_lambda.diff -o {RUNS}/ppo_critic_lambda.py",
+    *seeds(f"python {RUNS}/ppo_critic_lambda.py --seed {{s}} --run-dir {RUNS}/critic_lambda/s{{s}}"))
 SFT = seeds(f"python sft.py --seed {{s}} --run-dir {RUNS}/sft/s{{s}}")
 SFT_LONG = seeds(f"python sft.py --steps 2000 --seed {{s}} --run-dir {RUNS}/sft_long/s{{s}}")
 A2C = seeds(f"python a2c_vecenv.py --seed {{s}} --run-dir {RUNS}/a2c/s{{s}}")
@@ -274,6 +277,10 @@ FIGURES = (
     curve("variants_reinforce", "ppo_llm.py docs/variants/reinforce.diff", 8, REINFORCE,
           f"--log {three('reinforce')} --smoothing 10 --panel 'held out' "
           "--title 'REINFORCE with the batch as its baseline, 3 seeds'"),
+    curve("variants_critic_lambda", "ppo_llm.py docs/variants/critic_lambda.diff", 16, PPO + CRITIC,
+          f"--log {three('critic_lambda')} --control {three('ppo')} --control-label ppo_llm.py "
+          "--key val/countdown/pass@1 critic/vf_explained_var "
+          "--title 'PPO whose critic has a lambda of 1, 3 seeds each'"),
     curve("variants_turns", "grpo_llm.py ppo_llm.py docs/variants/turns.diff docs/variants/exam.py", 30,
           TURNS, f"--log {three('exam/gigpo')} --log {three('exam/own')} --log {three('exam/sum')} "
           f"--log {three('exam/ppo')} --label GiGPO 'turns alone' 'GRPO, the sum' PPO "
@@ -322,6 +329,15 @@ FIGURES = (
     cost("step", "grpo_llm.py", 4, "grpo_vs_trl.py step", needs=".venv-trl"),
     cost("real", "grpo_llm.py", 60, "grpo_vs_trl.py real --repeats 5", needs=".venv-trl"),
     cost("run", "grpo_llm.py", 8, "grpo_vs_trl.py run", needs=".venv-trl"),
+    cost("speedrun", "grpo_llm.py ppo_llm.py docs/reading/grpo.py", 75,
+         "time_to.py --sides default,maxrl,reading,ppo,trl --seeds 1,2,3,4,5", needs=".venv-trl"),
+    Figure("speedrun_diff", ("benchmarks/results/speedrun_diff.csv",),
+           ("grpo_llm.py", "docs/variants/pods.diff", "benchmarks/time_to.py"), "cost", 20, (
+               f"patch grpo_llm.py docs/variants/pods.diff -o {RUNS}/grpo_pods.py",
+               f"python benchmarks/time_to.py --sides 'default,maxrl --iterations 250,{RUNS}/grpo_pods.py' "
+               "--seeds 1,2,3,4,5 --out benchmarks/results/speedrun_diff.csv")),
+    cost("iteration", "grpo_llm.py", 4, "iteration.py --repeats 3"),
+    cost("tricks", "grpo_llm.py", 20, "iteration.py --tricks --repeats 3"),
     cost("rollout", "grpo_llm.py", 5,
          f"rollout.py --trained {RUNS}/grpo/s1/checkpoints/step_000500"),
     cost("rollout_engines", "grpo_llm.py", 5, "rollout.py --engines", needs="vllm"),
