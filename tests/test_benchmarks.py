@@ -20,9 +20,9 @@ from tests.run_folders import ROOT, load_script, needs_git, records, variants
 
 ARGUMENTS = {"a2c_vs_sb3": "scale", "agent": "", "exercises": "--table", "gpu": "all --out OUT",
              "grpo_vs_trl": "step", "iteration": "", "logic": "--out OUT", "losses": "--list",
-             "openspiel": "", "overlap": "", "pixel_goal": "speed", "ppo_vs_a2c": "--list",
-             "rewards": "", "rollout": "", "sampler": "updates", "scaling": "", "sft_vs_trl": "speed", "smollm2": "--jobs 1",
-             "time_to": "", "update_memory": ""}
+             "openspiel": "", "overlap": "", "pixel_goal": "speed", "ppo_vs_a2c": "--list", "rewards": "",
+             "rollout": "", "sampler": "updates", "scaling": "", "sft_vs_trl": "speed",
+             "smollm2": "--jobs 1", "time_to": "", "update_memory": ""}
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
 
 

@@ -26,6 +26,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -371,8 +372,9 @@ def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: st
         raise BadInput(f"no usable record: none has a key of {wanted}")
     columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}.get(len(panels), 4)
     rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(max(4.0 * columns, 6), 2.9 * rows + 0.8),
-                                squeeze=False, layout="constrained")
+    width = max(4.0 * columns, 6)  # [inches]
+    figure, axes = plt.subplots(rows, columns, figsize=(width, 2.9 * rows + 0.8), squeeze=False,
+                                layout="constrained")
     for axis, (panel, curves) in zip(axes.flat, panels.items(), strict=False):
         draw_panel(axis, panel, curves, groups)
         axis.set_xlabel(X_LABELS[x] or ENV_STEPS[main.algo], fontsize=8)
@@ -381,6 +383,7 @@ def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: st
         axis.set_axis_off()
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     if note:
+        note = textwrap.fill(note, int(16 * width))  # so many letters of this size to the inch
         figure.supxlabel(note, fontsize=8, color="0.35", x=0.01, ha="left")
     try:
         if not out.suffix:
@@ -422,7 +425,7 @@ def draw_panel(axis, panel: Panel, curves: list[Curve], groups: list[Group]) -> 
     if labels := axis.get_legend_handles_labels()[1]:
         # Many curves leave no room inside: their legend stands beside them.
         beside = dict(loc="center left", bbox_to_anchor=(1.0, 0.5)) if len(labels) > 4 else {}
-        axis.legend(fontsize=7.5, framealpha=0.8, edgecolor="none", **beside)
+        axis.legend(fontsize=7.5, framealpha=0.4, edgecolor="none", **beside)
 
 
 def tick(value: float, _position: int) -> str:
