@@ -329,10 +329,16 @@ FIGURES = (
     cost("step", "grpo_llm.py", 4, "grpo_vs_trl.py step", needs=".venv-trl"),
     cost("real", "grpo_llm.py", 60, "grpo_vs_trl.py real --repeats 5", needs=".venv-trl"),
     cost("run", "grpo_llm.py", 8, "grpo_vs_trl.py run", needs=".venv-trl"),
-    cost("speedrun", "grpo_llm.py ppo_llm.py docs/reading/grpo.py", 75,
-         "time_to.py --sides default,maxrl,reading,ppo,trl --seeds 1,2,3,4,5", needs=".venv-trl"),
+    Figure("speedrun", ("benchmarks/results/speedrun.csv", "docs/figures/speedrun.png"),
+           ("grpo_llm.py", "ppo_llm.py", "docs/reading/grpo.py", "benchmarks/time_to.py"), "cost", 75, (
+               "rm -f benchmarks/results/speedrun.csv",
+               "python benchmarks/time_to.py --sides default,maxrl,reading,ppo,trl --seeds 1,2,3,4,5 "
+               "--out benchmarks/results/speedrun.csv",
+               "python benchmarks/time_to.py --table benchmarks/results/speedrun.csv "
+               "--plot docs/figures/speedrun.png"), needs=".venv-trl"),
     Figure("speedrun_diff", ("benchmarks/results/speedrun_diff.csv",),
            ("grpo_llm.py", "docs/variants/pods.diff", "benchmarks/time_to.py"), "cost", 20, (
+               "rm -f benchmarks/results/speedrun_diff.csv",
                f"patch grpo_llm.py docs/variants/pods.diff -o {RUNS}/grpo_pods.py",
                f"python benchmarks/time_to.py --sides 'default,maxrl --iterations 250,{RUNS}/grpo_pods.py' "
                "--seeds 1,2,3,4,5 --out benchmarks/results/speedrun_diff.csv")),

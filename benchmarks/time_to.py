@@ -19,6 +19,7 @@ import csv
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -241,24 +242,58 @@ def time_to(rows):
     return math.inf
 
 
+def read(name):
+    """-> {side: {seed: rows}}"""
+    runs = {}
+    with open(name, newline="") as file:
+        for row in csv.DictReader(file):
+            numbers = {key: float(value) for key, value in row.items() if key != "side"}
+            runs.setdefault(row["side"], {}).setdefault(numbers["seed"], []).append(numbers)
+    return runs
+
+
+def plot(name, picture):
+    """Held-out accuracy against CPU seconds: means over the seeds, ranges of greedy accuracy."""
+    import matplotlib
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharex=True, sharey=True)
+    for side, seeds in read(name).items():
+        blocks = [*zip(*seeds.values(), strict=True)]
+        blocks[0] = [row | dict(seconds=0.0) for row in blocks[0]]  # start-up does not count
+        taken = [statistics.mean(row["seconds"] for row in block) for block in blocks]
+        seconds = [*itertools.accumulate(taken)]
+        for axis, kind in zip(axes, ("greedy", "sampled"), strict=True):
+            values = [[row[kind] for row in block] for block in blocks]
+            line, = axis.plot(seconds, [statistics.mean(x) for x in values], label=side, linewidth=1.3)
+            axis.fill_between(seconds, [min(x) for x in values], [max(x) for x in values], alpha=0.15,
+                              color=line.get_color(), linewidth=0)
+    for axis, title, goal in zip(axes, ("greedy", "temperature 1"), (GREEDY, SAMPLED), strict=True):
+        axis.axhline(goal, color="0.5", linewidth=0.8, linestyle=":")
+        axis.set(title=title, xlabel="CPU seconds, without start-up and evaluations", xlim=(0, 130),
+                 ylim=(0.25, 1.02))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("held-out accuracy")
+    axes[1].legend(fontsize=8, loc="lower right", edgecolor="none")
+    figure.savefig(picture, dpi=130)
+
+
 def table(name):
     """The board, as Markdown."""
-    with open(name, newline="") as file:
-        rows = [{key: value if key == "side" else float(value) for key, value in row.items()}
-                for row in csv.DictReader(file)]
-    runs = {}
-    for row in rows:
-        runs.setdefault(row["side"], {}).setdefault(row["seed"], []).append(row)
+    runs = read(name)
     first, *_ = runs.values()
-    print("| side | seconds (mean ± std) | relative | iterations | greedy at the end | temperature 1 | "
-          "pass@16 | seeds |\n|---|---|---|---|---|---|---|---|")
+    print("| side | CPU seconds (mean ± std) | relative (lowest to highest) | reached after iterations | of "
+          "| greedy at the end | temperature 1 | pass@16 | seeds |\n|---|---|---|---|---|---|---|---|---|")
     for side, seeds in runs.items():
         times = {seed: time_to(own) for seed, own in seeds.items()}
         ratios = [times[seed] / time_to(first[seed]) for seed in seeds if seed in first]
         ends = [own[-1] for own in seeds.values()]
+        reached = [next((place * BLOCK for place in range(len(own))
+                         if math.isfinite(time_to(own[:place + 1]))), math.inf) for own in seeds.values()]
         cells = [f"{statistics.mean(times.values()):.1f} ± {statistics.pstdev(times.values()):.1f}"
                  if all(map(math.isfinite, times.values())) else "not reached by all",
-                 f"{statistics.median(ratios):.2f}", f"{max(end['iteration'] for end in ends):.0f}",
+                 f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                 f"{min(reached)} to {max(reached)}", f"{max(end['iteration'] for end in ends):.0f}",
                  *(f"{statistics.mean(end[name] for end in ends):.3f}"
                    for name in ("greedy", "sampled", "best")), str(len(seeds))]
         print(f"| {side} | {' | '.join(cells)} |")
@@ -276,10 +311,13 @@ def main():
     parser.add_argument("--core", type=int, default=0, help="the core that all sides are pinned to")
     parser.add_argument("--out", default="", help="CSV file to append each block's measurements to")
     parser.add_argument("--table", default="", help="print the board of such a file, and end")
+    parser.add_argument("--plot", default="", help="with --table: a picture to write")
     options = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
     if options.table:
         table(options.table)
+        if options.plot:
+            plot(options.table, options.plot)
         return
     if options.word:
         work(json.loads(sys.stdin.readline()))

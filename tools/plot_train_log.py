@@ -383,7 +383,7 @@ def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: st
         axis.set_axis_off()
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     if note:
-        note = textwrap.fill(note, int(16 * width))  # so many letters of this size to the inch
+        note = textwrap.fill(note, int(17 * width))  # so many letters of this size to the inch
         figure.supxlabel(note, fontsize=8, color="0.35", x=0.01, ha="left")
     try:
         if not out.suffix:
