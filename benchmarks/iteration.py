@@ -34,6 +34,11 @@ SUMS = ("--env reasoning-gym --prompts-per-iteration 16 --group-size 8 --max-res
         "--microbatch-tokens 4096 --no-gradient-checkpointing --learning-rate 4e-6 --dtype float32 "
         "--env-kwargs task=chain_sum min_terms=2 max_terms=2 min_digits=1 max_digits=2 train_tasks=4000 "
         "test_tasks=200").split() + ["system=Answer with the final answer only."]
+# Replies of up to 256 tokens, of many lengths: docs/countdown.md's four numbers.
+LONG = ("--model models/countdown4 --env-kwargs min_operands=4 max_operands=4 operators=+-*/ max_number=99 "
+        "min_target=10 max_target=100 draw=uniform held_out=parts max_intermediate=200 test_tasks=512 "
+        "--max-response-tokens 256 --max-context-tokens 288 --temperature 0.3 --minibatches 2 "
+        "--aggregation sequence --learning-rate 1e-4 --entropy-coef 0 --prompts-per-iteration 16").split()
 # name -> lines of grpo_llm.py and what takes their place
 TRICKS = {
     "equal rows share a row in the update": [
@@ -44,8 +49,6 @@ TRICKS = {
     "and equal prompts": [
         ("prompts, row = unique(prompts)", "row = [*range(len(prompts))]")],
     "ended replies leave the batch": [("if num_done > len(done) // 8:", "if False:")],
-    "no search for equal rows once all differ": [
-        ("if all_differ and len(row) == len(mask):", "if False:")],
     "passes sorted by length": [
         ("in sorted(segments, key=lambda s: len(s.ids)):", "in segments:")],
     "no pass for the old log-probabilities on policy": [
@@ -223,17 +226,17 @@ def tricks(options):
     rows, ratios = [], collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         if options.real:
-            windows = {"real": [*SUMS, "--model", options.real]}
-            span = (1, 1 + options.iterations)
+            windows = {"real": ([*SUMS, "--model", options.real], (1, 1 + options.iterations))}
         else:
             command = [sys.executable, "grpo_llm.py", "--eval-every", "0", "--run-dir", f"{folder}/run"]
             subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-            windows = {"early": [], "late": ["--model", f"{folder}/run/checkpoints/step_000500"]}
-            span = (5, 20)
+            trained = f"{folder}/run/checkpoints/step_000500"
+            windows = {"early": ([], (5, 20)), "late": (["--model", trained], (5, 20)),
+                       "long": (LONG, (1, 1 + options.iterations))}
         sides = {trick: without(trick, folder) for trick in ("", *TRICKS)}
-        for turn, window in itertools.product(range(options.repeats), windows):
-            taken = {trick: measure(trick, sides[trick], windows[window], {window: span}, "none",
-                                    options.core)[window] for trick in in_turn([*sides], turn)}
+        for turn, (window, (flags, span)) in itertools.product(range(options.repeats), windows.items()):
+            taken = {trick: measure(trick, sides[trick], flags, {window: span}, "none", options.core)[window]
+                     for trick in in_turn([*sides], turn)}
             for trick, numbers in taken.items():
                 ratio = numbers["total"] / taken[""]["total"]
                 ratios[trick, window].append(ratio)
@@ -255,7 +258,7 @@ def main():
     parser.add_argument("word", nargs="?", choices=("worker",), help=argparse.SUPPRESS)
     parser.add_argument("--tricks", action="store_true", help="without each trick in turn")
     parser.add_argument("--real", default="", help="with --tricks: folder of a chat model")
-    parser.add_argument("--iterations", type=int, default=3, help="with --real: of the window")
+    parser.add_argument("--iterations", type=int, default=3, help="with windows long and real: of each")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--core", type=int, default=0, help="the core that all is pinned to")
     parser.add_argument("--out", default="", help="CSV file to append to")

@@ -119,7 +119,7 @@ def start_weights():
 
 # At most, for all that a script promises: its lines, and the characters of a line of code.
 # One in, one out: these lengths are upper bounds. A change that needs more lines takes something out.
-BOUNDS = {grpo_llm: (2150, 59), ppo_llm: (2198, 59), sft: (1443, 59.5), a2c: (737, 61)}
+BOUNDS = {grpo_llm: (2143, 59), ppo_llm: (2191, 59), sft: (1443, 59.5), a2c: (737, 61)}
 
 
 @pytest.mark.parametrize("script", ALL)
