@@ -170,6 +170,8 @@ AGENT = (
     *seeds(f"python grpo_llm.py --env agent --env-kwargs program=docs/agent/shop_openai.py:run {SHOP} "
            f"{SHOP_RUN} --seed {{s}} --run-dir {RUNS}/shop/agent/s{{s}}"))
 
+TRICKS = "benchmarks/results/tricks.csv"
+
 
 class Figure(NamedTuple):
     name: str
@@ -343,7 +345,13 @@ FIGURES = (
                f"python benchmarks/time_to.py --sides 'default,maxrl --iterations 250,{RUNS}/grpo_pods.py' "
                "--seeds 1,2,3,4,5 --out benchmarks/results/speedrun_diff.csv")),
     cost("iteration", "grpo_llm.py", 4, "iteration.py --repeats 3"),
-    cost("tricks", "grpo_llm.py", 20, "iteration.py --tricks --repeats 3"),
+    Figure("tricks", (TRICKS,), ("grpo_llm.py", "benchmarks/iteration.py"), "cost", 40, (
+               f"rm -f {TRICKS}",
+               f"python benchmarks/smollm2.py --only form_1 --runs {RUNS}/smollm2",
+               f"python benchmarks/iteration.py --tricks --repeats 3 --out {TRICKS}",
+               "python benchmarks/iteration.py --tricks --iterations 2 --repeats 3 "
+               f"--real {RUNS}/smollm2/form_1/checkpoints/step_000020 --out {TRICKS}"),
+           needs="models/smollm2-135m"),
     cost("rollout", "grpo_llm.py", 5,
          f"rollout.py --trained {RUNS}/grpo/s1/checkpoints/step_000500"),
     cost("rollout_engines", "grpo_llm.py", 5, "rollout.py --engines", needs="vllm"),
