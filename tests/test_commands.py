@@ -438,7 +438,7 @@ def files(tmp_path_factory):
         (folder / name).mkdir(parents=True)
     for name in ("grpo", "ppo"):  # `diff grpo.py ppo.py`
         shutil.copy(ROOT / "docs/reading" / f"{name}.py", folder)
-    for name in ("grpo_llm.py", "ppo_llm.py", "grpo_distill.py", *READING):
+    for name in ("grpo_llm.py", "ppo_llm.py", "grpo_curriculum.py", *READING):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(located(name), folder / name)
     write_jsonl(folder / "train.jsonl", [

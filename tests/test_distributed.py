@@ -313,7 +313,7 @@ def test_sigterm_to_one_process_saves_and_ends_with_0_and_two_hosts_go_on(alone,
     """Between two checkpoints; the last iteration is not lost."""
     folder, env = tmp_path / "run", tmp_path / "env.py"
     env.write_text(ENDS_BADLY)
-    words = words_of("sft-lora", folder, "--env", f"{env}:Countdown", "--env-kwargs", "skill=mixed")
+    words = words_of("sft-lora", folder, "--env", f"{env}:Countdown")
     run, log = process(*words, torchrun=TWO), folder / "train_log.jsonl"
     wait_for(lambda: log.exists() and '"iteration": 2,' in log.read_text(), run)  # a line may be half written
     ranks_of(run)[1].terminate()
