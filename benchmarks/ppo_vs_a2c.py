@@ -139,7 +139,7 @@ def print_table(rows):
             first = reached(by_seed[seed], problem.target)
             steps.append(f"{int(first['env_steps']):,}" if first else "never")
             seconds.append(f"{float(first['cpu_s']):.1f}" if first else "never")
-        last = [group[-1] for group in by_seed.values()]
+        last = [by_seed[seed][-1] for seed in sorted(by_seed)]
         speed = statistics.median(int(row["env_steps"]) / float(row["cpu_s"]) for row in last)
         ends = ", ".join(f"{float(row['value']):.4g}" for row in last)
         print(f"| {name} | {problem.measure} {problem.target:g} | {script}.py | {'; '.join(steps)} | "
