@@ -594,6 +594,24 @@ def test_a_server_gets_its_weights_between_replies_where_the_trainer_does_not_wa
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(strict=False, reason="not mended: versions of streamed tokens (docs/variants.md, inflight.diff)")
+def test_a_server_takes_weights_between_two_tokens_of_a_reply(servers, tmp_path):
+    """docs/variants/inflight.diff: each token has the log-probability of the weights that it names."""
+    from tests.test_overlap import KEEP, check_versions, overlap, staleness
+    server = servers[0].ready()
+    flags = asking(server, **KEEP | dict(learning_rate=1e-4, iterations=8, max_response_tokens=100))
+    folder = overlap(tmp_path / "run", "grpo_inflight.py", **flags, max_staleness=2, max_context_tokens=256,
+                     temperature=1.5, prompts_per_iteration=8)
+    check_versions(folder, 1.5, 3e-4)  # vLLM rounds otherwise
+    assert max(most for _, most in staleness(folder)) <= 2 and validate(folder, strict=True)["ok"]
+    played = [episode for n in range(1, 9) for episode in episodes(folder, f"train_step_{n:06d}")[0]]
+    versions = [s["versions"] for episode in played for s in episode["segments"]]
+    assert all(numbers == sorted(numbers) for numbers in versions)
+    assert sum(len(set(numbers)) > 1 for numbers in versions) > 20, "no weights came during a reply"
+    assert server.posts(r"/pause\?mode=keep") == 9
+
+
+@pytest.mark.slow
 def test_a_real_server_that_is_killed(servers, stand_in, tmp_path, monkeypatch, capsys):
     """Whatever it was handed before, it samples for the run, until it is lost; another takes its place."""
     server, folder = servers[0].ready(), tmp_path / "run"
