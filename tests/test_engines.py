@@ -594,7 +594,7 @@ def test_a_server_gets_its_weights_between_replies_where_the_trainer_does_not_wa
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="not mended: versions of streamed tokens (docs/variants.md, inflight.diff)")
+@pytest.mark.xfail(strict=False, reason="a fault that is not mended: docs/variants.md, inflight.diff")
 def test_a_server_takes_weights_between_two_tokens_of_a_reply(servers, tmp_path):
     """docs/variants/inflight.diff: each token has the log-probability of the weights that it names."""
     from tests.test_overlap import KEEP, check_versions, overlap, staleness
