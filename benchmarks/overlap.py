@@ -91,7 +91,8 @@ def vllm_server(python, core, model):
         server = subprocess.Popen(
             ["taskset", "-c", core, python, "-m", "vllm.entrypoints.openai.api_server", "--model",
              model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-             "--max-model-len", "256", "--enforce-eager", "--logprobs-mode", "processed_logprobs"],
+             "--max-model-len", "256", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
+             "--enable-scale-out"],
             cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + 400

@@ -151,8 +151,8 @@ def test_the_programs_of_the_docs_tell_their_flags(script, monkeypatch, capsys):
 FOREIGN = set("""
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --max-restarts --shutdown-timeout
     --host --max-model-len --logprobs-mode --generation-config --enable-lora --max-lora-rank --max-loras
-    --max-cpu-loras --enforce-eager --cap-add --security-opt --git --fuzz --reject --nodes --ntasks-per-node
-    --gpus-per-node --cpus-per-task --requeue --signal --label --pid
+    --max-cpu-loras --enforce-eager --enable-scale-out --cap-add --security-opt --git --fuzz --reject
+    --nodes --ntasks-per-node --gpus-per-node --cpus-per-task --requeue --signal --label --pid
     --require-hashes --universal --generate-hashes --python-version --upgrade
     """.split())  # torchrun, vllm serve, docker, git, patch, sbatch, diff, py-spy; pip, uv
 

@@ -34,12 +34,14 @@ from tests.run_folders import (
     episodes,
     full_forward,
     killed_after,
+    load_script,
     log_lines,
     ranks,
     records,
     same_end,
     torchrun_in_turn,
     train,
+    variants,
 )
 from tests.test_checks import APPLIED, saved_adapter
 from tools.validate_train_log import validate
@@ -65,6 +67,7 @@ class StandIn:
     def start(self):
         """A new process, as it were: with the weights that it was started with and no adapter."""
         self.model, self.adapters, self.handed = AutoModelForCausalLM.from_pretrained(TINY), {}, {}
+        self.version = self.next_version = "default"
         self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.clone())  # not tied
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler())
         self.http.daemon_threads = self.up = True
@@ -118,10 +121,17 @@ class StandIn:
             self.handed = load_file(Path(body["kwargs"]["weights_path"], "model.safetensors"))
             return 200, dict(results=[None])
         if path in ("/pause", "/resume"):
-            self.model.load_state_dict(self.handed if path == "/resume" else {}, strict=False)
+            if path == "/resume":
+                self.model.load_state_dict(self.handed, strict=False)
+                self.version = self.next_version
             return 200, dict(status=path)
         if path == "/v1/completions":
             return 200, self.completions(**body)
+        if path == "/update_weight_version":
+            self.next_version = body["new_version"]
+            return 200, dict(success=True, new_version=self.next_version)
+        if path == "/inference/v1/generate":
+            return 200, self.generate(**body)
         return 404, "not found"
 
     def completions(self, model, prompt, n, temperature, max_tokens, **_):
@@ -131,6 +141,15 @@ class StandIn:
         seeds = [zlib.crc32(f"{prompt} {index}".encode()) for index in range(n)]
         replies = grpo_llm.generate(policy, [prompt] * n, max_tokens, temperature, [2], seeds)
         return dict(choices=[choice(ids, logprobs, index) for index, (ids, logprobs) in enumerate(replies)])
+
+    def generate(self, token_ids, sampling_params):
+        """As completions, in the protocol that tells the weights of each token."""
+        answer = self.completions(None, token_ids, **sampling_params)
+        for choice in answer["choices"]:
+            logprobs = choice["logprobs"]["token_logprobs"]
+            choice["logprobs"] = dict(content=[dict(logprob=logprob) for logprob in logprobs])
+            choice["weight_versions"] = [dict(version=self.version, start=0, end=len(logprobs))]
+        return answer
 
     def asked(self, path="/v1/completions"):
         return [body for asked, body in self.log if asked == path]
@@ -508,7 +527,7 @@ class Server:
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY,
              "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "policy",
              "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
-             "--logprobs-mode", "processed_logprobs", *flags],
+             "--logprobs-mode", "processed_logprobs", "--enable-scale-out", *flags],
             stdout=log, stderr=log, start_new_session=True, env=os.environ | dict(
                 VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_LEVEL="INFO",
                 VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", VLLM_ENABLE_V1_MULTIPROCESSING="1",
@@ -594,21 +613,33 @@ def test_a_server_gets_its_weights_between_replies_where_the_trainer_does_not_wa
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="a fault that is not mended: docs/variants.md, inflight.diff")
 def test_a_server_takes_weights_between_two_tokens_of_a_reply(servers, tmp_path):
     """docs/variants/inflight.diff: each token has the log-probability of the weights that it names."""
-    from tests.test_overlap import KEEP, check_versions, overlap, staleness
-    server = servers[0].ready()
-    flags = asking(server, **KEEP | dict(learning_rate=1e-4, iterations=8, max_response_tokens=100))
-    folder = overlap(tmp_path / "run", "grpo_inflight.py", **flags, max_staleness=2, max_context_tokens=256,
-                     temperature=1.5, prompts_per_iteration=8)
-    check_versions(folder, 1.5, 3e-4)  # vLLM rounds otherwise
+    from tests.test_overlap import KEEP, check_versions, long_replies, overlap, staleness
+    script, server = load_script(variants()["grpo_inflight.py"]), servers[0].ready()
+    trainable_groups, held = script.trainable_groups, []
+
+    def sampled():
+        return sum(map(float, re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", requests.get(
+            server.url + "/metrics", timeout=PATIENCE).text, re.MULTILINE)))
+
+    def before_an_update(*given):  # which begins when replies of the next rollout have some of their tokens
+        begun, deadline = sampled(), time.monotonic() + 2
+        while 1 <= len(held) < 6 and sampled() < begun + 320 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        held.append(requests.post(server.url + "/pause?mode=keep", timeout=PATIENCE).status_code)
+        return trainable_groups(*given)
+
+    script.trainable_groups = before_an_update
+    flags = asking(server, **KEEP | dict(iterations=8, max_context_tokens=256, max_staleness=2))
+    folder = overlap(tmp_path / "run", script, **flags, **long_replies(tmp_path / "long"))
+    check_versions(folder, bound=3e-4, first=tmp_path / "long")  # vLLM rounds otherwise
     assert max(most for _, most in staleness(folder)) <= 2 and validate(folder, strict=True)["ok"]
     played = [episode for n in range(1, 9) for episode in episodes(folder, f"train_step_{n:06d}")[0]]
     versions = [s["versions"] for episode in played for s in episode["segments"]]
     assert all(numbers == sorted(numbers) for numbers in versions)
     assert sum(len(set(numbers)) > 1 for numbers in versions) > 20, "no weights came during a reply"
-    assert server.posts(r"/pause\?mode=keep") == 9
+    assert held == [200] * 8 and server.posts(r"/pause\?mode=keep") == 9 + len(held)
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
 """docs/variants/overlap*.diff and inflight*.diff: what samples while the policy is updated."""
 
 import itertools
-import json
 import re
 import time
 
 import psutil
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import grpo_llm
 from tests import test_updates as updates
@@ -31,12 +31,21 @@ from tools.validate_train_log import validate
 KEEP = dict(checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0, learning_rate=5e-4)
 
 
-def overlap(folder, name="grpo_overlap.py", **flags):
+def overlap(folder, script="grpo_overlap.py", **flags):
     """A run of a variant in this process.  -> its folder"""
-    script = load_script(variants()[name])
+    script = load_script(variants()[script]) if isinstance(script, str) else script
     flags = SMALL["grpo_llm"] | dict(env_kwargs=("test_tasks=32",), run_dir=str(folder)) | flags
     script.main(script.Args(**flags))
     return folder
+
+
+def long_replies(folder):
+    """Of random weights in the shipped model's shape, and what may fall on any of them.  -> flags"""
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return dict(model=str(folder), reward_fn=updates.CHECKSUM, max_response_tokens=100,
+                prompts_per_iteration=8)
 
 
 def without_staleness(folder):
@@ -50,7 +59,7 @@ def staleness(folder):
             for record in records(folder)[1:]]
 
 
-def check_versions(folder, temperature=1.0, bound=1e-4):
+def check_versions(folder, temperature=1.0, bound=1e-4, first=TINY):
     """Each token has the log-probability of the weights that its version names, which the log counts."""
     for iteration, (mean, most) in enumerate(staleness(folder), 1):
         segments = [s for episode in episodes(folder, f"train_step_{iteration:06d}")[0]
@@ -61,7 +70,7 @@ def check_versions(folder, temperature=1.0, bound=1e-4):
         assert iteration - 1 - sum(versions) / len(versions) == pytest.approx(mean)
         for version in set(versions):
             model = AutoModelForCausalLM.from_pretrained(
-                folder / "checkpoints" / f"step_{version:06d}" if version else TINY)
+                folder / "checkpoints" / f"step_{version:06d}" if version else first)
             some = []
             for s in segments:
                 own = iter(s["versions"])
@@ -155,25 +164,33 @@ def test_a_rollout_begins_before_the_last_replies_of_the_one_before_it(stand_in,
     """docs/variants/inflight.diff: or a server would have less and less to do until they come."""
     server, asked, late = stand_in(), [], []
 
-    def streamed(path, body):
-        if path != "/v1/completions":
+    def wait(path, body):
+        if path != "/inference/v1/generate" or body["sampling_params"]["n"] != 4:  # an evaluation's
             return ()
-        asked.extend([body] * (body["n"] == 4))  # an evaluation has other groups
+        asked.append(body)
         deadline = time.monotonic() + PATIENCE
         while len(asked) == 4 and not late:  # the first rollout's last reply, until the second one has asked
             if time.monotonic() > deadline:
                 late.append(body)
             time.sleep(0.01)
-        with server.lock:
-            choices = server.completions(**body)["choices"]
-        return 200, "".join(f"data: {json.dumps(dict(choices=[choice]))}\n\n" for choice in choices)
+        return ()
 
-    server.trouble = streamed
+    server.trouble = wait
     flags = asking(server, max_staleness=1, iterations=3, **KEEP)
     folder = overlap(tmp_path / "run", "grpo_inflight.py", **flags)
     assert not late, "the second rollout waited for the end of the first"
     assert [most for _, most in staleness(folder)] == [0, 1, 1]
     check_versions(folder)
+
+
+@pytest.mark.slow
+def test_a_server_that_started_anew_does_not_know_its_weights_and_ends_the_run(stand_in, tmp_path):  # noqa: F811
+    """docs/variants/inflight.diff"""
+    server = stand_in()
+    server.trouble = lambda path, body: () if path != "/resume" else setattr(
+        server, "next_version", "default") or ()
+    with pytest.raises(SystemExit, match="not an answer of vLLM's .*'default'"):
+        overlap(tmp_path / "run", "grpo_inflight.py", **asking(server))
 
 
 # A process of its own
@@ -234,8 +251,8 @@ def test_a_process_that_samples_ahead(tmp_path):
 @pytest.mark.parametrize("case", ["full", "lora"])
 def test_a_reply_goes_on_with_new_weights_between_two_tokens(case, tmp_path):
     """Each token has the log-probability of the weights that it names, given all tokens before it."""
-    flags = dict(KEEP, lora_rank=0, max_staleness=2, iterations=8, max_response_tokens=100, temperature=1.5,
-                 prompts_per_iteration=8, eval_every=0)
+    flags = dict(KEEP, lora_rank=0, max_staleness=2, iterations=8, eval_every=0,
+                 **long_replies(tmp_path / "long"))
     if case == "lora":
         flags |= dict(lora_rank=2, checkpoint_every=8)
     run, said = hf(tmp_path / "run", "grpo_inflight_hf.py", **flags)
@@ -249,7 +266,7 @@ def test_a_reply_goes_on_with_new_weights_between_two_tokens(case, tmp_path):
             mixed += len(set(segment["versions"])) > 1
     assert mixed > 20, "no weights came while a reply was being sampled"
     if case == "full":
-        check_versions(folder, temperature=1.5)
+        check_versions(folder, first=tmp_path / "long")
     assert 1 <= max(most for _, most in staleness(folder)) <= 2
     assert validate(folder, strict=True)["ok"]
 
