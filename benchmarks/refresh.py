@@ -328,6 +328,11 @@ FIGURES = (
          "--repeats 3",
          "overlap.py --in-flight --width 64 --max-response-tokens 200 --prompts 4 --iterations 10 "
          "--repeats 3", needs="vllm"),
+    cost("overlap_in_flight_hf", "grpo_llm.py docs/variants/overlap.diff docs/variants/overlap_hf.diff "
+         "docs/variants/inflight_hf.diff", 10,
+         "overlap.py --engine hf --in-flight --iterations 40 --eval-tasks 256 --repeats 3",
+         "overlap.py --engine hf --in-flight --width 64 --max-response-tokens 256 --prompts 4 "
+         "--iterations 16 --repeats 3"),
     cost("step", "grpo_llm.py", 4, "grpo_vs_trl.py step", needs=".venv-trl"),
     cost("real", "grpo_llm.py", 60, "grpo_vs_trl.py real --repeats 5", needs=".venv-trl"),
     cost("run", "grpo_llm.py", 8, "grpo_vs_trl.py run", needs=".venv-trl"),

@@ -72,17 +72,22 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
     assert max(map(len, added)) <= 110
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """A folder with a model that is not the policy, and its weights."""
-    folder, model = tmp_path_factory.mktemp("teacher"), AutoModelForCausalLM.from_pretrained(TINY)
-    torch.manual_seed(0)
+def nudged(name, folder, seed):
+    """-> the folder, with the model `name` a random step away"""
+    model = AutoModelForCausalLM.from_pretrained(name)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A folder with a model that is not the policy."""
+    return nudged(TINY, tmp_path_factory.mktemp("teacher"), 0)
 
 
 @pytest.fixture
@@ -269,15 +274,8 @@ def test_a_teacher_of_other_tokens_is_one_line(teacher, tmp_path):
 
 @pytest.fixture(scope="module")
 def second_teacher(teacher, tmp_path_factory):
-    """Another, from the first one by the same step in another direction."""
-    folder, model = tmp_path_factory.mktemp("second"), AutoModelForCausalLM.from_pretrained(teacher)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
-    return folder
+    """Another, from the first one by a step in another direction."""
+    return nudged(teacher, tmp_path_factory.mktemp("second"), 1)
 
 
 # Prompts of two sources, countdown/3 and countdown/4, and passes of a few rows.
