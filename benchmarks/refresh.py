@@ -329,7 +329,7 @@ FIGURES = (
          "overlap.py --in-flight --width 64 --max-response-tokens 200 --prompts 4 --iterations 10 "
          "--repeats 3", needs="vllm"),
     cost("overlap_in_flight_hf", "grpo_llm.py docs/variants/overlap.diff docs/variants/overlap_hf.diff "
-         "docs/variants/inflight_hf.diff", 10,
+         "docs/variants/inflight_hf.diff", 5,
          "overlap.py --engine hf --in-flight --iterations 40 --eval-tasks 256 --repeats 3",
          "overlap.py --engine hf --in-flight --width 64 --max-response-tokens 256 --prompts 4 "
          "--iterations 16 --repeats 3"),
