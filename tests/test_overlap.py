@@ -251,7 +251,7 @@ def test_a_process_that_samples_ahead(tmp_path):
 @pytest.mark.parametrize("case", ["full", "lora"])
 def test_a_reply_goes_on_with_new_weights_between_two_tokens(case, tmp_path):
     """Each token has the log-probability of the weights that it names, given all tokens before it."""
-    flags = dict(KEEP, lora_rank=0, max_staleness=2, iterations=8, eval_every=0,
+    flags = dict(KEEP, lora_rank=0, max_staleness=2, iterations=8, eval_every=0, temperature=1.5,
                  **long_replies(tmp_path / "long"))
     if case == "lora":
         flags |= dict(lora_rank=2, checkpoint_every=8)
@@ -266,7 +266,7 @@ def test_a_reply_goes_on_with_new_weights_between_two_tokens(case, tmp_path):
             mixed += len(set(segment["versions"])) > 1
     assert mixed > 20, "no weights came while a reply was being sampled"
     if case == "full":
-        check_versions(folder, first=tmp_path / "long")
+        check_versions(folder, temperature=1.5, first=tmp_path / "long")
     assert 1 <= max(most for _, most in staleness(folder)) <= 2
     assert validate(folder, strict=True)["ok"]
 
