@@ -12,7 +12,7 @@ def processes(marker):
     return {one.pid for one in found if marker in " ".join(one.info["cmdline"] or ())} - {os.getpid()}
 
 
-def gone(marker, seconds=10.0):
+def gone(marker, seconds=60.0):
     deadline = time.monotonic() + seconds
     while (left := processes(marker)) and time.monotonic() < deadline:
         time.sleep(0.02)

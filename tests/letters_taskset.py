@@ -28,7 +28,7 @@ class LettersTask(vf.Task[LettersData]):
         if "raise" in trace.last_reply:
             raise ValueError("what is this?")
         if "wait" in trace.last_reply:
-            await asyncio.sleep(60)
+            await asyncio.sleep(90)
         if "nan" in trace.last_reply:
             return float("nan")
         return float(trace.messages[-1].content.strip().isdigit() and len(trace.nodes) == 3)

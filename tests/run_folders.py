@@ -58,6 +58,40 @@ def package(name):
     return importlib.import_module(name) if "CI" in os.environ else pytest.importorskip(name)
 
 
+@functools.cache
+def work():
+    """-> CPU seconds of a fixed amount of work on this machine, about a tenth on a quick core."""
+    start = time.process_time()
+    sorted(range(500_000), key=lambda n: n * 7919 % 1_000_003)
+    return time.process_time() - start
+
+
+@contextlib.contextmanager
+def quick(of, most=1):
+    """What takes less of this process's CPU time than `most` times that work, however busy the machine is."""
+    work()
+    start = time.process_time()
+    yield
+    assert time.process_time() - start < most * work(), of
+
+
+def until(condition):
+    """Waits. Only what hangs takes the minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_time(check, limits=(0.3, 1.5, 6.0)):
+    """The check of a time limit [s] with a longer one where this machine was too busy for the first."""
+    *limits, last = limits
+    for limit in limits:
+        with contextlib.suppress(AssertionError, pytest.fail.Exception):
+            return check(limit)
+    return check(last)
+
+
 def as_words(flags):
     """Of a command line; a flag of several values has them in a tuple."""
     return [str(word) for flag, value in flags.items()

@@ -112,7 +112,7 @@ class Letters(Task):
 
     async def score(self, trace):
         reply = trace.nodes[-1].message["content"]
-        await asyncio.sleep(4 if reply == "wait" else 0)
+        await asyncio.sleep(90 if reply == "wait" else 0)
         scores = {hook.__name__: hook(reply) for hook in self.hooks("reward")}
         trace.rewards = {name: types.SimpleNamespace(score=score) for name, score in scores.items()}
         trace.reward = sum(scores.values())

@@ -22,8 +22,8 @@ import ppo_llm
 from envs.adapters import agent as agent_module
 from envs.adapters import endpoint as endpoint_module
 from tests.agent_client import Client, ServerError, post
-from tests.run_folders import ROOT, full_forward, slow_but, timeless, train, write_jsonl
-from tests.test_rollout import AT_1, CHATML, QWEN3, Speaker, byte_tokenizer, check_tokens, until
+from tests.run_folders import ROOT, full_forward, slow_but, timeless, train, until, write_jsonl
+from tests.test_rollout import AT_1, CHATML, QWEN3, Speaker, byte_tokenizer, check_tokens
 
 # With functions, as Qwen's templates write them.
 TOOLS = ("{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}" + CHATML).replace(

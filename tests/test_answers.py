@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import envs
 from envs import answers
 from envs.answers import CHECKS, numbers, programs
 from envs.answers.final_number import number_of
-from tests.run_folders import package
+from tests.run_folders import package, quick
 from tests.test_rows import write
 
 pytestmark = pytest.mark.filterwarnings("ignore:environment rows")
@@ -99,19 +98,29 @@ def test_what_the_docs_say_about_replies_holds():
         assert verdict(check, given(answer or answer_), reply) == (said == "right"), (check, answer_, reply)
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """-> questions to other processes: [seconds that they may take, whether they are over]"""
+    questions, in_worker = [], answers.in_worker
+
+    def noted(module, seconds, *question):
+        questions.append(told := [seconds, True])
+        answer = in_worker(module, seconds, *question)
+        told[1] = False
+        return answer
+
+    monkeypatch.setattr(answers, "in_worker", noted)
+    return questions
+
+
 @pytest.mark.parametrize("check, answer", [
     ("exact", "x"), ("number", "7"), ("choice", "B"), ("contains", "x"), ("regex", "(a|aa)+c$")])
-def test_any_text_gets_a_verdict_in_time(check, answer):
-    """In less time than a fixed amount of work on the same machine, about a tenth of a second."""
-    start = time.process_time()
-    sorted(range(500_000), key=lambda n: n * 7919 % 1_000_003)
-    limit, clock = time.process_time() - start, time.process_time
-    if check == "regex":  # in another process
-        limit, clock = answers.WORKER_SECONDS, time.perf_counter
+def test_any_text_gets_a_verdict_in_time(check, answer, asked):
+    """In less time than a fixed amount of work takes; a search in another process ends by itself."""
     for reply in LONG:
-        start = clock()
-        assert verdict(check, given(answer), reply) is False
-        assert clock() - start < limit, reply[:20]
+        with quick(reply[:20]):
+            assert verdict(check, given(answer), reply) is False
+    assert asked == [[answers.WORKER_SECONDS, False]] * len(asked) and bool(asked) == (check == "regex")
 
 
 def test_tests_are_large_together_and_answers_one_by_one():
@@ -337,30 +346,30 @@ def test_of_a_long_reply_its_end_or_its_mark_is_read_as_mathematics():
 
 
 @pytest.mark.slow
-def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics):
+def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics, asked, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)  # so many processes, however many cores there are
     assert mathematics.blocking
     task = mathematics.task("train", 0)
     good = mathematics.solution(task)
 
     async def play(replies):
-        """-> the reward of each, and after how many seconds it came"""
-        call = envs.Calls(mathematics)
-        start = time.perf_counter()
+        """-> the rewards, in the order in which they came"""
+        call, came = envs.Calls(mathematics), []
 
         async def step(reply):
-            result = await call(mathematics.start(task, 1).step, reply)
-            return result.reward, time.perf_counter() - start
-        return await asyncio.gather(*map(step, replies))
-    asyncio.run(play([good] * 50))  # all workers are there now
-    (reward, ended), *others = asyncio.run(play(["\\boxed{9^{9^{9^{9}}}}"] + [good] * 20))
-    assert reward == 0 and 0.9 < ended / answers.WORKER_SECONDS < 2
-    assert all(reward == 1 and seconds < ended for reward, seconds in others)
+            came.append((await call(mathematics.start(task, 1).step, reply)).reward)
+        await asyncio.gather(*map(step, replies))
+        return came
+    asyncio.run(play([good] * 50))  # all processes are there now
+    asked.clear()
+    assert asyncio.run(play(["\\boxed{9^{9^{9^{9}}}}"] + [good] * 20)) == [1] * 20 + [0]
+    assert sorted(asked) == [[answers.WORKER_SECONDS, False]] * 20 + [[answers.WORKER_SECONDS, True]]
     for reply in [*LONG, "\\boxed{10000000!!}", "\\boxed{" + "(" * 5000 + "}", "$ $" * 5000,
                   "$" + "-" * 1900]:
-        mathematics.start(task, 1).step(good)  # the worker is there
-        start = time.perf_counter()
-        assert mathematics.start(task, 1).step(reply).reward == 0.0
-        assert time.perf_counter() - start < 1.5 * answers.WORKER_SECONDS, reply[:20]  # of three answers
+        asked.clear()
+        with quick(reply[:20]):
+            assert mathematics.start(task, 1).step(reply).reward == 0.0
+        assert len(asked) <= 1  # for all three answers
 
 
 def test_math_verify_is_named_where_it_is_missing(tmp_path, monkeypatch):

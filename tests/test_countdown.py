@@ -15,7 +15,7 @@ import pytest
 
 import envs
 from envs import countdown
-from tests.run_folders import ROOT, write_jsonl
+from tests.run_folders import ROOT, work, write_jsonl
 
 CHAT = {"style": "r1", "operators": "+-*/"}
 TRIES = {"min_operands": 4, "max_operands": 4, "operators": "+-*/", "trace": "tries", "draw": "uniform"}
@@ -195,15 +195,15 @@ HOSTILE = [  # (numbers, target, text); a looser reader would take each of them 
 @pytest.mark.parametrize("style", ["compact", "r1"])
 def test_hostile_replies_score_nothing_at_once(style):
     """The fastest of three, in processor time: other programs share this machine."""
-    env = envs.make("countdown", style=style, operators="+-*/")
+    env, limit = envs.make("countdown", style=style, operators="+-*/"), work() / 2
     for nums, target, text in HOSTILE:
         for reply in (text, f"| {text} = {target}" if style == "compact" else f"<answer>{text}</answer>"):
             seconds = []
-            while len(seconds) < 3 and min(seconds, default=1) >= 0.05:
+            while len(seconds) < 3 and min(seconds, default=limit) >= limit:
                 began = time.thread_time()
                 assert score(env, reply, nums, target) == UNREADABLE, (style, reply[:60])
                 seconds.append(time.thread_time() - began)
-            assert min(seconds) < 0.05, (style, reply[:60], min(seconds))
+            assert min(seconds) < limit, (style, reply[:60], min(seconds))
 
 
 def shortest(nums, operators, limit=None):

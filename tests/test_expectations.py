@@ -6,13 +6,13 @@ import fractions
 import json
 import math
 import re
-import time
 
 import numpy as np
 import pytest
 
 from envs.code import expectations, testing_worker
 from envs.code.expectations import taken_out
+from tests.run_folders import quick
 
 HONEST = '''
 import decimal
@@ -161,9 +161,8 @@ def test_what_is_compared_beside_the_code_under_test_is_known(source):
     "10**5 * 'x'", "Decimal('1e999999999') * Decimal('1e999999999')", "Fraction(1, 0)", "-" * 90 + "[]",
     "dict(**{})", "{[]: 1}"])
 def test_a_value_that_is_too_large_or_none_is_not_written_down(value):
-    start = time.perf_counter()
-    assert taken_out(f"def test_a():\n    assert f() == {value}").known == {"test_a"}
-    assert time.perf_counter() - start < 1
+    with quick(value):
+        assert taken_out(f"def test_a():\n    assert f() == {value}").known == {"test_a"}
 
 
 def test_a_value_that_is_used_for_something_else_stays():

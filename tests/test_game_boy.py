@@ -21,6 +21,7 @@ from envs.pixels import make_vec
 from envs.pixels.game_boy import ACTION_CODEC, Config, goal_meta, record_frames
 from envs.pixels.game_boy_worker import Emulator
 from envs.pixels.goals import save_goal
+from tests.run_folders import until
 
 NAMES = ["NOOP", "A", "B", "START", "UP", "DOWN", "LEFT", "RIGHT"]
 TAU = 0.001  # the sprite is 16 of 5,760 cells: 0.0047 in another place, about 0.002 in another shade
@@ -195,10 +196,7 @@ def test_workers_leave_with_their_parent(folder):
                          capture_output=True, text=True, timeout=60)
     pids = list(map(int, out.stdout.split()))
     assert len(pids) == 2 and out.returncode == -signal.SIGKILL
-    deadline = time.time() + 5
-    while any(map(alive, pids)):
-        assert time.time() < deadline
-        time.sleep(0.05)
+    until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -27,7 +26,7 @@ import ppo_llm
 import sft
 from envs import Step
 from grpo_llm import Args, Segment
-from tests.run_folders import asked_once, full_forward, records, slow_but
+from tests.run_folders import asked_once, full_forward, in_time, records, slow_but, until
 
 OF_PPO_SLOW = [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)]  # code that both have to the letter
 PROBLEMS = ["6 18 14 -> 38 :", "3 -> :", "19 2 2 11 -> 7 :", "1 1 -> 2 :", "20 20 20 20 20 -> 60 :"]
@@ -344,21 +343,6 @@ blocking_alone = pytest.mark.parametrize("visit", [(2, True)], indirect=True, id
 
 def texts(r):
     return [m["content"] for m in r.messages]
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def in_time(check):
-    """The check of a time limit [s] with a longer one where this machine was too busy for the first."""
-    for limit in (0.3, 1.5):
-        with contextlib.suppress(AssertionError):
-            return check(limit)
-    return check(6.0)
 
 
 def kept(r):

@@ -32,6 +32,7 @@ from envs.code import executor, sandbox, syscalls, trees
 from envs.code.sandbox import Sandbox, SandboxError
 from tests import channels, test_repl
 from tests.forgeries import PIPES, gone, processes
+from tests.run_folders import in_time
 from tools import executor_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -263,8 +264,11 @@ def test_names_that_lead_out_are_refused(path):
     "exec >&- 2>&-; setsid sleep 1000 & sleep 1000",
 ])
 def test_endless_ones_are_ended(script):
-    done = shell(script, timeout=0.4)
-    assert done.timed_out and done.exit_code == 137 and done.elapsed < 10
+    def check(limit):
+        done = shell(script, timeout=limit)
+        assert done.timed_out and done.exit_code == 137 and done.elapsed < 20 * limit
+
+    in_time(check)
 
 
 @pytest.mark.slow
@@ -775,11 +779,11 @@ def test_an_executor_runs_commands_over_a_snapshot(url):
     assert client.test("shop_1", {}, "cat a.txt", 20).output == "old\n"
 
     with concurrent.futures.ThreadPoolExecutor() as pool:  # no more at once than it was told
-        running = [pool.submit(client.test, "shop_1", {}, "sleep 1", 20) for _ in range(2)]
-        time.sleep(0.3)
+        running = [pool.submit(client.test, "shop_1", {}, "sleep 3", 60) for _ in range(3)]
+        (refused,) = [future for future in running if future.exception()]
         with pytest.raises(SandboxError, match="answered 429, after 1 tries"):
-            client.test("shop_1", {}, "true", 5)
-        assert [future.result().exit_code for future in running] == [0, 0]
+            refused.result()
+        assert [future.result().exit_code for future in running if future is not refused] == [0, 0]
 
     done = subprocess.run([*SERVER, "--images", "nowhere"], capture_output=True, text=True)
     assert done.returncode == 1 and "--images nowhere" in json.loads(done.stderr)["error"]
@@ -806,8 +810,12 @@ def test_archives_are_unpacked_in_the_sandbox_alone(url, images):
     assert "a.txt" in answer(link, "echo 1 > x/y || ls").json()["test_output"] and not list(secret.iterdir())
 
     headers = archive(pax_headers={"comment": "0" * 200_000 + "="}, name="b.txt")
-    start = time.monotonic()
-    assert answer(headers).json()["test_output"] == "a.txt\nb.txt\n" and time.monotonic() - start < 5
+    seconds = []
+    for packed in (archive(name="b.txt"), headers):
+        start = time.monotonic()
+        assert answer(packed).json()["test_output"] == "a.txt\nb.txt\n"
+        seconds.append(time.monotonic() - start)
+    assert seconds[1] < 50 * seconds[0]
 
 
 JSON = {"Content-Type": "application/json"}
@@ -850,26 +858,30 @@ def test_requests_that_are_refused(url):
 @pytest.mark.slow
 def test_slow_clients_hold_up_nobody_and_have_a_deadline(images, monkeypatch):
     """300 headers and 4 bodies that drip: no thread for them, a request between is answered, and they end."""
-    monkeypatch.setattr(executor_server, "HEADER_SECONDS", 3.0)
-    monkeypatch.setattr(executor_server, "BODY_SECONDS", 3.0)
     head = b"POST /test HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(executor_server.ExecutorServer(images, concurrency=2))
-        dripping, threads, begin = [], threading.active_count(), time.monotonic()
-        for number in range(304):
-            address = "127.0.0.1", int(server.url.rpartition(":")[2])
-            dripping.append(stack.enter_context(socket.create_connection(address)))
-            dripping[-1].sendall(head + (b"Content-Length: 1000\r\n\r\n{" if number < 4 else b""))
-        assert executor.HttpExecutor(server.url).test("shop_1", {}, "echo fine", 20).output == "fine\n"
-        assert threading.active_count() <= threads + 2  # those that run commands
 
-        while dripping and time.monotonic() < begin + 20:
-            for connection in select.select(dripping, [], [], 0.05)[0]:
-                dripping.remove(connection)  # it was closed, or answered
-            for connection in dripping:
-                with contextlib.suppress(ConnectionError):
-                    connection.sendall(b"x")
-    assert not dripping and time.monotonic() - begin < 10
+    def check(limit):
+        monkeypatch.setattr(executor_server, "HEADER_SECONDS", limit)
+        monkeypatch.setattr(executor_server, "BODY_SECONDS", limit)
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(executor_server.ExecutorServer(images, concurrency=2))
+            dripping, threads, begin = [], threading.active_count(), time.monotonic()
+            for number in range(304):
+                address = "127.0.0.1", int(server.url.rpartition(":")[2])
+                dripping.append(stack.enter_context(socket.create_connection(address)))
+                dripping[-1].sendall(head + (b"Content-Length: 1000\r\n\r\n{" if number < 4 else b""))
+            assert executor.HttpExecutor(server.url).test("shop_1", {}, "echo fine", 20).output == "fine\n"
+            assert threading.active_count() <= threads + 2  # those that run commands
+
+            while dripping and time.monotonic() < begin + 7 * limit:
+                for connection in select.select(dripping, [], [], 0.05)[0]:
+                    dripping.remove(connection)  # it was closed, or answered
+                for connection in dripping:
+                    with contextlib.suppress(ConnectionError):
+                        connection.sendall(b"x")
+        assert not dripping and time.monotonic() - begin < 3 * limit
+
+    in_time(check, (3.0, 12.0))
 
 
 FINE = 200, json.dumps(dict(test_output="ok", exit_code=0, elapsed_seconds=1.5, container_id="c")).encode()

@@ -22,6 +22,7 @@ import requests
 import envs
 from envs.code import sandbox, swe, testing
 from tests import forgeries
+from tests.run_folders import in_time, quick
 from tools import executor_server, export_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -444,24 +445,27 @@ def test_what_is_no_plain_value_is_compared_where_it_is_if_the_solution_says_so(
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, False])
 def test_code_without_end_takes_no_more_than_its_time(plain):
-    start = time.monotonic()
-    found = run_tests("def f():\n    while True: pass", {
-        "test_f.py": "import f\ndef test_a(): assert f.f() == 1\ndef test_b(): assert 1 == 1"}, plain=plain,
-        timeout=3.0)
-    assert found == {"test_f.py::test_a": "FAILED", "test_f.py::test_b": "PASSED"}
-    assert time.monotonic() - start < 3 + 10
+    tests = {"test_f.py": "import f\ndef test_a(): assert f.f() == 1\ndef test_b(): assert 1 == 1"}
+
+    def check(limit):
+        start = time.monotonic()
+        found = run_tests("def f():\n    while True: pass", tests, plain=plain, timeout=limit)
+        assert found == {"test_f.py::test_a": "FAILED", "test_f.py::test_b": "PASSED"}
+        assert time.monotonic() - start < 4 * limit
+
+    in_time(check, (3.0, 12.0))
 
 
 @pytest.mark.slow
 def test_values_without_end_are_not_read_without_end():
     """Sets of numbers with one hash take a time that grows with their square."""
+    tests = {"test_f.py": "import f\ndef test_a(): assert f.f() == 1"}
     for count in (499, 2500):
         code = (f"def f():\n    found = {{n * (2**61 - 1) for n in range({count})}}\n"
                 "    for _ in range(300): __told__(1, found)\n")
-        start = time.monotonic()
-        found = run_tests(f"{code}    return 1", {"test_f.py": "import f\ndef test_a(): assert f.f() == 1"},
-                          plain=True)
-        assert found == {"test_f.py::test_a": "FAILED"} and time.monotonic() - start < 20
+        with quick(count, most=10):
+            found = run_tests(f"{code}    return 1", tests, plain=True)
+        assert found == {"test_f.py::test_a": "FAILED"}
 
 
 @pytest.mark.slow
@@ -574,11 +578,10 @@ def test_any_reply_gets_a_verdict_at_once(unjudged):
             text = text[:at] + rng.choice(PIECES)[:rng.randint(0, 5)] + text[at + rng.randint(0, 3):]
         texts.append(text)
     for text in texts:
-        begin = time.process_time()
-        step = score(unjudged, rng.choice(list(ROWS)), text)
+        with quick(text[:60], most=20):
+            step = score(unjudged, rng.choice(list(ROWS)), text)
+            swe.find_patch(text)
         assert step.reward == 0 and step.info.keys() == NONE.keys() and step.terminated
-        swe.find_patch(text)
-        assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize("options", [{}, {"context": "tree"}, {"context": "oracle", "hints": True}])

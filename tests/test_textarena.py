@@ -22,7 +22,7 @@ import envs
 from envs import BadInput
 from envs.adapters import arguments, seats, seeded
 from tests import stand_ins
-from tests.run_folders import package
+from tests.run_folders import package, work
 
 HOSTILE = ["", "\0\x07\x1b[2J", "\ud800", "[" * 10**6, "]" * 10**6, "[" * 500 + "]" * 500, " " * 10**6,
            "9" * 10**6, "[" + "9" * 10**6 + "]", "[" + "9" * 900 + "]", "[²]", "[٣]", "[-1]", "[[0]]",
@@ -378,7 +378,7 @@ def test_any_text_gets_an_answer_at_once(options):
 
         began = time.process_time()
         step, *_ = play(env, env.task("test", k), reply)
-        assert max(longest, time.process_time() - began) < 0.5
+        assert max(longest, time.process_time() - began) < 5 * work()
         assert step.info["correct"] in (0, 1) and -1 <= step.reward <= 1
         began = time.process_time()
         rng.seed(k)

@@ -1,6 +1,7 @@
 """Tasksets of verifiers: its own verdicts, any text, what is refused."""
 
 import asyncio
+import dataclasses
 import json
 import sys
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 import envs
 from tests import stand_ins
-from tests.run_folders import package
+from tests.run_folders import in_time, package, quick
 
 FILE = "tests/letters_taskset.py"
 LETTERS = f"{FILE}:Letters"
@@ -37,11 +38,16 @@ def test_options_that_are_not_are_named_before_anything_is_imported(options, sai
 
 def test_a_reply_that_takes_too_long_is_no_verdict(monkeypatch):
     stand_ins.install(monkeypatch)
-    env = envs.make("verifiers", taskset="letters", timeout=0.2)
-    began = time.monotonic()
-    step = env.start(env.task("train", 0), 0).step("wait")
-    assert time.monotonic() - began < 3
-    assert step.truncated and not step.terminated and step.info == {"correct": 0, "error": 1}
+
+    def check(limit):
+        env = envs.make("verifiers", taskset="letters", timeout=limit)
+        began = time.monotonic()
+        step = env.start(env.task("train", 0), 0).step("wait")
+        assert time.monotonic() - began < 10 * limit
+        assert step.truncated and not step.terminated and step.info == {"correct": 0, "error": 1}
+        return env
+
+    env = in_time(check)
     step = env.start(env.task("train", 0), 0).step("raise")
     assert step.terminated and step.info["raised"] == 1 and step.info["error"] == 0
 
@@ -103,9 +109,9 @@ def test_any_text_gets_a_verdict_in_bounded_time_and_always_the_same(env):
 
     task = env.task("train", 0)
     for text in MEGABYTES:
-        began = time.monotonic()
-        step, again = env.start(task, 1).step(text), env.start(task, 1).step(text)
-        assert time.monotonic() - began < 2 and step == again
+        with quick(text[:20], most=10):
+            step, again = env.start(task, 1).step(text), env.start(task, 1).step(text)
+        assert step == again
         assert step.terminated and step.info["correct"] == 0 and step.reward in (0, 0.5)  # 99...9 is a number
     for text, raised in (("raise", 1), ("nan", 0)):
         step = env.start(task, 1).step(text)
@@ -114,14 +120,18 @@ def test_any_text_gets_a_verdict_in_bounded_time_and_always_the_same(env):
 
 @pytest.mark.slow
 def test_rewards_that_take_too_long_are_no_verdict(env):
-    began, steps = time.monotonic(), []
-    waiting = [threading.Thread(target=lambda: steps.append(env.start(env.task("train", 0), 0).step("wait")))
-               for _ in range(5)]
-    [thread.start() for thread in waiting]
-    [thread.join() for thread in waiting]
-    assert time.monotonic() - began < 5 and len(steps) == 5
-    for step in steps:
-        assert step.truncated and not step.terminated and step.info == {"correct": 0, "error": 1}
+    def check(limit):
+        env.config = dataclasses.replace(env.config, timeout=limit)
+        began, steps, task = time.monotonic(), [], env.task("train", 0)
+        waiting = [threading.Thread(target=lambda: steps.append(env.start(task, 0).step("wait")))
+                   for _ in range(5)]
+        [thread.start() for thread in waiting]
+        [thread.join() for thread in waiting]
+        assert time.monotonic() - began < 5 * limit and len(steps) == 5  # at once, that is
+        for step in steps:
+            assert step.truncated and not step.terminated and step.info == {"correct": 0, "error": 1}
+
+    in_time(check, (1.0, 4.0, 12.0))
 
 
 @pytest.mark.slow
