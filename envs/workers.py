@@ -25,12 +25,17 @@ from pathlib import Path
 
 MEMORY = 2 << 30  # of a worker, beside what it starts with [bytes of address space]
 START = 60  # until it has imported what it needs [s]
+STUCK = 60  # after which what uses no processor is given up, where there is a limit [s]
 LOOK = 5  # so often it looks for its parent, whose connection a forked process may hold as well [s]
 
 
 def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+class WorkerError(OSError):
+    """No process could be started, or it came to nothing through no fault of the request."""
 
 
 class Worker:
@@ -44,23 +49,25 @@ class Worker:
     def ask(self, request: bytes, seconds: float | None):
         """-> (whether the call went well, its result or its exception).
 
-        A process that dies is replaced and asked once more. With a limit in seconds, which does not include
-        its start, there is no second time. RuntimeError: it died, or the limit is over.
+        seconds: of processor time, so that a verdict is the same on a busy machine. A process that dies is
+        replaced and asked once more. RuntimeError: it died again, or took more time. WorkerError: see there.
         """
-        for _ in range(1 if seconds else 2):
+        for _ in range(2):
+            if self.process is None:
+                self._start()
             try:
-                if self.process is None:
-                    self._start()
                 self.connection.send_bytes(request)
-                if self.connection.poll(seconds):
+                if self.connection.poll(seconds and seconds + STUCK):
                     return self.connection.recv()
-                reason = f"took over {seconds} s"
-            except (EOFError, OSError) as error:
-                reason = f"did not start ({error})"
-                if self.process is not None:
-                    reason = f"died, exit status {self.process.wait()}"
+                status = None
+            except (EOFError, OSError):
+                status = self.process.wait()
             self.end()
-        raise RuntimeError(f"a worker process {reason}{'' if seconds else ', twice'}")
+            if status is None:
+                raise WorkerError(f"a worker process did not answer in {seconds + STUCK} s")
+            if status == -signal.SIGPROF:
+                raise RuntimeError(f"a worker process took over {seconds} s")
+        raise RuntimeError(f"a worker process died, exit status {status}, twice")
 
     def end(self):
         if self.process is not None:
@@ -77,12 +84,21 @@ class Worker:
             command = [sys.executable, "-P", __file__, str(theirs.fileno()), str(os.getpid()),
                        *self.modules]
             self.connection = Connection(ours.detach())
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                            stderr=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
-                                            start_new_session=True)
-        if not self.connection.poll(START):
-            raise OSError(f"no answer in {START} s")
-        self.connection.recv()  # it is ready
+            try:
+                self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                                stderr=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
+                                                start_new_session=True)
+            except OSError as error:
+                self.connection.close()
+                raise WorkerError(f"a worker process did not start ({error})") from error
+        try:
+            ready = self.connection.poll(START) and self.connection.recv()
+            reason = f"no answer in {START} s"
+        except (EOFError, OSError):
+            ready, reason = False, f"exit status {self.process.wait()}"
+        if not ready:
+            self.end()
+            raise WorkerError(f"a worker process did not start ({reason})")
 
 
 class Pool:
@@ -95,7 +111,7 @@ class Pool:
 
     def submit(self, function, *arguments, seconds: float | None = None) -> Future:
         """Have a worker call a function of a module, see Worker.ask. What waits still may be cancelled."""
-        future, request = Future(), pickle.dumps((function, arguments))
+        future, request = Future(), pickle.dumps((function, arguments, seconds))
         with self.lock:
             self.unfinished += 1
             if len(self.workers) < min(self.unfinished, self.count):
@@ -148,17 +164,20 @@ def work(connection: Connection, parent: int) -> None:
     while True:
         request = requests.get()
         try:
-            function, arguments = pickle.loads(request)
+            function, arguments, seconds = pickle.loads(request)
+            signal.setitimer(signal.ITIMER_PROF, seconds or 0)  # its signal ends this process
             reply = (True, function(*arguments))
         except ValueError as error:  # BadInput among them, whose message is all that a person reads
             reply = (False, error)
         except Exception as error:  # open_spiel's own cannot be sent
             reply = (False, RuntimeError(" ".join(f"{type(error).__name__}: {error}".split())))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(reply)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     for module in sys.argv[3:]:
         importlib.import_module(module)

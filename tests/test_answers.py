@@ -6,12 +6,14 @@ import importlib.util
 import json
 import os
 import re
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 import envs
-from envs import answers
+from envs import answers, workers
 from envs.answers import CHECKS, numbers, programs
 from envs.answers.final_number import number_of
 from tests.run_folders import package, quick
@@ -121,6 +123,30 @@ def test_any_text_gets_a_verdict_in_time(check, answer, asked):
         with quick(reply[:20]):
             assert verdict(check, given(answer), reply) is False
     assert asked == [[answers.WORKER_SECONDS, False]] * len(asked) and bool(asked) == (check == "regex")
+
+
+@pytest.mark.parametrize("check, module, answer, reply", [
+    ("regex", "regex", r"\d+7", "It is 47."),
+    pytest.param("math", "math_verify", "1/2", "\\boxed{\\frac{1}{2}}", marks=pytest.mark.slow)])
+def test_a_process_that_is_held_up_or_killed_judges_as_any_other(check, module, answer, reply, monkeypatch):
+    if check == "math":
+        needs_math_verify()
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    pool = answers.shared_pool(1, "envs.answers", module)
+    assert verdict(check, given(answer), reply) is True
+    os.kill(pool.submit(os.getpid).result(), signal.SIGKILL)
+    assert verdict(check, given(answer), reply) is True
+
+    monkeypatch.setattr(answers, "WORKER_SECONDS", 0.2)
+    pid = pool.submit(os.getpid).result()
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+    assert verdict(check, given(answer), reply) is True
+
+    monkeypatch.setattr(workers, "START", 0.0)  # no other process comes up
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(workers.WorkerError, match="did not start"):
+        verdict(check, given(answer), reply)
 
 
 def test_tests_are_large_together_and_answers_one_by_one():

@@ -369,8 +369,23 @@ def test_workers_import_no_trainer_and_send_their_errors():
         pool.submit(pyspiel.load_game, "nope").result()
     with pytest.raises(RuntimeError, match="^MemoryError"):
         pool.submit(bytearray, workers.MEMORY).result()
+
+
+def test_a_limit_is_of_processor_time_and_what_the_machine_is_to_blame_for_is_no_verdict(monkeypatch):
+    pool = workers.shared_pool(1, "envs.openspiel")
     with pytest.raises(RuntimeError, match="^a worker process took over 0.1 s$"):
+        pool.submit(sum, range(10**15), seconds=0.1).result()
+    assert pool.submit(time.sleep, 0.5, seconds=0.1).result() is None
+    pid = pool.submit(os.getpid).result()
+    os.kill(pid, signal.SIGKILL)
+    assert pool.submit(os.getpid, seconds=0.1).result() != pid  # it died before it was asked
+    with pytest.raises(RuntimeError, match="^a worker process died, exit status 3, twice$"):
+        pool.submit(os._exit, 3, seconds=0.1).result()
+    monkeypatch.setattr(workers, "STUCK", 0.2)
+    with pytest.raises(workers.WorkerError, match="^a worker process did not answer in 0.3"):
         pool.submit(time.sleep, 60, seconds=0.1).result()
+    with pytest.raises(workers.WorkerError, match=r"^a worker process did not start \(exit status 1\)$"):
+        workers.shared_pool(1, "no_such_module").submit(os.getpid, seconds=0.1).result()
 
 
 ENDS = """

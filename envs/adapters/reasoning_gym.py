@@ -5,7 +5,7 @@ r"""Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym), one 
 A data set's own options are options here, for all that have them, or "chain_sum.max_terms" for one. Train and
 test have different seeds; and a hash of the question says to which of the two it belongs, so that none is in
 both. Some of its scorers evaluate the reply as Python or sympy, or may not end: they run in other processes,
-for two seconds at most, on replies that are literals or formulas and nothing else.
+for two seconds of processor time at most, on replies that are literals or formulas and nothing else.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Literal
 from envs import BadInput, Env, Episode, Step, Task, as_bad_input, final_part, hint, make_config
 from envs.adapters import package
 from envs.answers import extracted
-from envs.workers import shared_pool
+from envs.workers import WorkerError, shared_pool
 
 TEST_SHARE = 5  # one question in so many belongs to the test split
 CHUNK, TEST_CHUNKS = 1_000, 1_000_000  # entries with one seed; the first chunk of the test split
 DRAWS = 300  # in search of a question of the wanted split
-SECONDS = 2.0  # of a scorer in another process [s]
+SECONDS = 2.0  # of processor time, for a scorer in another process [s]
 EVALUATES = re.compile(r"\beval\(|parse_expr\(|Fraction\(")  # scorers that run in another process
 FORMULA = re.compile(r"(?:[\d\s+\-*/^().,=]|(?<!\w)(?:sqrt|exp|log|a?(?:sin|cos|tan)h?|pi|[A-Za-z_])(?!\w))*")
 
@@ -145,6 +145,8 @@ class Attempt(Episode):
                 info["score"] = pool.submit(score, *given, seconds=SECONDS).result()
             elif found:
                 info["score"] = float(self.env.chunk(self.name, 0).score_answer(found, self.entry))
+        except WorkerError:
+            raise
         except Exception:  # scorers are not made for any text
             info["scorer_failed"] = 1.0
         info["correct"] = float(info["score"] == 1)

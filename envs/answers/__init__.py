@@ -18,7 +18,7 @@ from envs.answers.cues import CUE
 from envs.answers.plain_text import CHINESE, KOREAN, composed, plain, without_markdown
 from envs.workers import shared_pool
 
-WORKER_SECONDS = 2.0  # that sympy, or a regular expression, may take for a reply in a process of its own [s]
+WORKER_SECONDS = 2.0  # of processor time, for sympy or a regular expression in a process of its own [s]
 MOST_MATH = 2000  # characters that sympy reads, from the end of a reply
 REGEX_SECONDS = 0.08  # that a search may take by itself; its preparation is not in it [s]
 PATTERN_SECONDS = 1.0  # that a regular expression may take at the start of a run [s]
@@ -219,8 +219,10 @@ class Math(Check):
 
 
 def in_worker(module: str, seconds: float, function, *given):
-    """What a function that uses a module gives, in a process with limits of time and memory. RuntimeError: it
-    went beyond them"""
+    """What a function that uses a module gives, in a process with limits of time and memory.
+
+    RuntimeError: it went beyond them. WorkerError: there is no such process here, which is no verdict.
+    """
     pool = shared_pool(min(os.cpu_count() or 1, 16), "envs.answers", module)
     return pool.submit(function, *given, seconds=seconds).result()
 
