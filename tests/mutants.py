@@ -47,6 +47,7 @@ TESTS = {
     "envs/countdown.py": ("countdown env_properties text_envs", "countdown"),
     "envs/mixture.py": ("mixture env_properties envs text_envs", "mixture or wait"),
     "envs/answers/": ("answers", ""),
+    "envs/workers.py": ("openspiel answers", "worker or processor or held_up"),
     "envs/rows.py": (
         "rows env_properties rows_files trl_env",
         "not env_properties or rows or mixture or trl"),
@@ -472,6 +473,15 @@ MUTANTS = {
         "several answers: the first": ('answer in data["answers"])', 'answer in data["answers"][:1])'),
         "mathematics: the beginning": ("text[-MOST_MATH:]", "text[:MOST_MATH]"),
         "mathematics of any length": ("if len(found) <= MOST_MATH else None", ""),
+    },
+    "envs/workers.py": {
+        "a limit of the clock": ("poll(seconds and seconds + STUCK)", "poll(seconds)"),
+        "a limit of the clock, in the process": ("signal.setitimer(signal.ITIMER_PROF, seconds or 0)",
+                                                 "signal.setitimer(signal.ITIMER_REAL, seconds or 0)"),
+        "no limit": ("signal.setitimer(signal.ITIMER_PROF, seconds or 0)", "pass"),
+        "what died is not asked again": ("for _ in range(2):", "for _ in range(1):"),
+        "who took too long is asked again": ("if status == -signal.SIGPROF:", "if False:"),
+        "a start that fails is a verdict": ("class WorkerError(OSError)", "class WorkerError(RuntimeError)"),
     },
     "envs/answers/plain_text.py": {
         "letters as they are composed": ("text = composed(text).strip()", "text = text.strip()"),
