@@ -21,6 +21,7 @@ import requests
 
 import envs
 from envs.code import sandbox, swe, testing
+from envs.workers import cores
 from tests import forgeries
 from tests.run_folders import in_time, quick
 from tools import executor_server, export_predictions
@@ -454,6 +455,22 @@ def test_code_without_end_takes_no_more_than_its_time(plain):
         assert time.monotonic() - start < 4 * limit
 
     in_time(check, (3.0, 12.0))
+
+
+@pytest.mark.slow
+def test_a_verdict_is_the_same_however_many_are_judged_at_once():
+    """Each test needs a fifth of its time: eight that share a core would not get it."""
+    count = 8 * cores()
+
+    def check(limit):
+        busy = f"import time\ndef f():\n    while time.process_time() < {limit / 10}: pass\n    return 1\n"
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            found = pool.map(lambda number: run_tests(
+                f"{busy}n = {number}", {"test_f.py": "import f\ndef test_a(): assert f.f() == 1"},
+                plain=True, timeout=limit), range(count))
+            assert [*found] == [{"test_f.py::test_a": "PASSED"}] * count
+
+    in_time(check, (2.0, 8.0, 24.0))
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 
 from envs.code import expectations, sandbox, trees
+from envs.workers import cores
 
 # As `python -m pytest`, except that what lies in the folder can be imported only once pytest and its plugins
 # have been. (`python -c` puts the folder on the path as well; versions before 3.11 know no -P.)
@@ -117,7 +118,7 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
     names: of tests, as pytest writes them ("tests/test_x.py::TestShop::test_total[3]"); None: all there are.
     plain: no pytest, for tests that are module-level functions without arguments; about eight times as fast.
     timeout: of the modules, one after the other [s]. Each has what is left of it and at least an equal share;
-    a test, half of what is left of that.
+    a test, half of what is left of that. One more than there are cores run at once; waiting is not in it.
     hide: keep what the tests expect out of the sandbox. solved: a tree for which they pass, if one is known:
     what they expect of it that is no plain value is compared in the sandbox all the same.
 
@@ -173,7 +174,9 @@ def _cached(files, test_files, names, plain, timeout, memory, keep: dict[str, se
             _cache.move_to_end(key)
     if mine:
         try:
-            found.set_result(_run(tree, test_files, names, plain, timeout, memory, keep))
+            with _places:
+                result = _run(tree, test_files, names, plain, timeout, memory, keep)
+            found.set_result(result)
         except BaseException as error:
             with _lock:
                 _cache.pop(key, None)
@@ -183,8 +186,20 @@ def _cached(files, test_files, names, plain, timeout, memory, keep: dict[str, se
 
 _cache: collections.OrderedDict[str, Future] = collections.OrderedDict()
 _lock = threading.Lock()
+
+
+def places() -> threading.Semaphore:
+    """One is held while tests run: their limits are of the clock, so that many at once would fail right code.
+
+    One more than there are cores, since a sandbox also waits: 64 short ones then take no longer.
+    """
+    return threading.Semaphore(1 + cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+_places = places()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: (_cache.clear(), globals().update(_lock=threading.Lock())))
+    os.register_at_fork(after_in_child=lambda: (
+        _cache.clear(), globals().update(_lock=threading.Lock(), _places=places())))
 
 
 def decides(path: str) -> bool:
