@@ -4,6 +4,7 @@ import ast
 import atexit
 import contextlib
 import copy
+import faulthandler
 import functools
 import importlib
 import importlib.util
@@ -184,28 +185,41 @@ def finish(run, fails=False):
 
 
 IN_TURN = """
-import json, os, runpy, sys, torch
-from unittest.mock import patch
-# In place of a script's end:
-with patch("atexit._run_exitfuncs", torch.distributed.destroy_process_group), patch("os._exit"):
-    for number, (script, *words) in enumerate(json.loads(sys.argv[1])):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each run has keys of its own in the store
-        sys.argv = [script, *words]
-        runpy.run_path(script, run_name="__main__")
+import json, multiprocessing, os, signal, sys
+from pathlib import Path
+from run_folders import spoken
+output, folder, environment, lines = json.loads(sys.argv[1])
+for number, line in enumerate(lines):
+    environment["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each run has keys of its own in the store
+    run = multiprocessing.get_context("fork").Process(
+        target=spoken, args=(Path(output), folder, environment, *line))
+    run.start()
+    signal.signal(signal.SIGTERM, lambda *_: run.kill())
+    run.join(600)
+    run.kill()
+    run.join()
+    if run.exitcode:
+        sys.exit(f"{line}: exit code {run.exitcode}")
 """
 
 
 def torchrun_in_turn(count, lines, folder, code=0):
-    """Command lines, one after the other in processes that torchrun forks (see `fork`).  -> what they said"""
+    """Command lines, each in processes of its own, forked by those that torchrun starts once for all.
+
+    Those come from the server that torchrun's own comes from (see `fork`): it has no threads. torchrun has,
+    and a process that is forked beside threads may crash later, seldom and anywhere.  -> what they said
+    """
     path, output = folder / "in_turn.py", folder / "said.txt"
     path.write_text(IN_TURN)
-    plan = json.dumps([[str(word) for word in line] for line in lines])
+    plan = [str(output), str(ROOT), dict(os.environ), [[str(word) for word in line] for line in lines]]
     run = fork(output, "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "--run-path",
-               "--start-method=fork", path, plan, daemon=False)  # daemons may have no children
+               "--start-method=forkserver", path, json.dumps(plan), daemon=False)  # it has children
     run.join(900)
     run.kill()
-    assert run.exitcode == code, output.read_text()[-5000:]
-    return output.read_text()
+    said = output.read_text()
+    crash = said.find("Fatal Python error")  # its frames stand before a long list of modules
+    assert run.exitcode == code, said[crash:crash + 6000] if crash >= 0 else said[-5000:]
+    return said
 
 
 def ranks_of(run):
@@ -224,15 +238,17 @@ def wait_for(condition, run):
 def forks():
     """What starts processes in which the scripts' libraries are imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([path.stem for path in ROOT.glob("*.py")])
+    scripts = [path.stem for path in ROOT.glob("*.py")]
+    context.set_forkserver_preload([*scripts, __name__, "torch.distributed.run"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
         multiprocessing.forkserver.ensure_running()
     return context
 
 
 def fork(output, script, *flags, daemon=True, folder=ROOT):
     """A command line in a process that can be killed; what it says goes into a file."""
+    output.unlink(missing_ok=True)
     told = output, folder, dict(os.environ), script
     run = forks().Process(target=spoken, args=(*told, *flags), daemon=daemon)
     run.start()
@@ -242,7 +258,10 @@ def fork(output, script, *flags, daemon=True, folder=ROOT):
 def spoken(output, folder, environment, script, *flags):
     os.chdir(folder)
     os.environ |= environment
-    with output.open("w", 1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    # What it starts in the same way comes from the server that it came from itself.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None
+    with output.open("a", 1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        faulthandler.enable(file)
         sys.exit(command_line(script, *flags))
 
 
@@ -487,16 +506,20 @@ def ranks(count, lines, folder, code=0):
     """Command lines, one after the other, in so many processes that this one forks. They meet as torchrun's
     do, on this machine alone.  -> what each rank has said
     """
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("fork")
     started, outputs = [], [folder / f"rank_{rank}_of_{count}.txt" for rank in range(count)]
+    port = context.SimpleQueue()
     for rank, output in enumerate(outputs):
-        environment = dict(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RUN_ID="a test's", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
-            WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
-        started.append(multiprocessing.get_context("fork").Process(
-            target=rank_in_turn, args=(output, environment, lines), daemon=True))
+        environment = dict(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
+                           TORCHELASTIC_RUN_ID="a test's", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
+                           WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
+        started.append(context.Process(target=rank_in_turn, args=(output, environment, port, lines),
+                                       daemon=True))
         started[-1].start()
+    # Only now: it has a thread, which a process must not be forked beside.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _ in started:
+        port.put(str(store.port))
     try:
         for run in started:
             run.join(120)
@@ -508,9 +531,9 @@ def ranks(count, lines, folder, code=0):
     return [output.read_text() for output in outputs]
 
 
-def rank_in_turn(output, environment, lines):
+def rank_in_turn(output, environment, port, lines):
     """What one of the processes does; it ends without Python's end, as the scripts do under torchrun."""
-    os.environ |= environment
+    os.environ |= environment | dict(MASTER_PORT=port.get())
     torch.set_num_threads(1)
     end, code = os._exit, 0
     with output.open("w", 1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):

@@ -135,7 +135,8 @@ def words(case, folder, *more):
 
 
 NO_THREADS = """
-import pathlib
+import pathlib, runpy
+runpy.run_path("a2c_vecenv.py", run_name="__main__")
 names = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
 assert not any("gloo" in name for name in names), names
 """
@@ -148,8 +149,8 @@ def runs(tmp_path_factory):
     assert command_line(*words("CartPole", folder / "CartPole")) == 0
     (folder / "end.py").write_text(NO_THREADS)  # that let go of a tensor while Python ends, and abort it
     said = torchrun_in_turn(2, [
-        words("CartPole", folder / "CartPole of 2"), words("CartPole", "", "--experiment", folder / "mine"),
-        [folder / "end.py"]], folder)
+        words("CartPole", folder / "CartPole of 2"),
+        (folder / "end.py", *words("CartPole", "", "--experiment", folder / "mine")[1:])], folder)
     lines = re.findall(r"^ +20 +\d+ s ", said, re.M)
     assert said.count("environments x") == len(lines) == 2  # one process speaks
 
