@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
 import re
 import signal
 import warnings
+from multiprocessing.connection import wait
 
 from envs import MAX_REPLY, THOUGHTS, BadInput
 from envs.calls import COMMON, FORMS, MAX_CALLS, Form, call_of, read_calls
 
 TEMPLATE_SECONDS = 10.0  # of computing, that a chat template has for two short messages
+TEMPLATE_WAIT = 60.0  # of the clock, as it may wait for ever without computing
 # How other trainers mark a message, and the value of one that is learned (None: it is not read here).
 MARKS = {
     "weight": True,  # OpenAI, Together, Mistral
@@ -238,6 +241,7 @@ def check_template(tokenizer, name: str) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        gc.disable()  # what is collected here is the trainer's
         texts = []
         try:
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -246,12 +250,16 @@ def check_template(tokenizer, name: str) -> None:
                 texts.append(tokenizer.apply_chat_template([dict(role="user", content=content)],
                                                            tokenize=False, add_generation_prompt=True))
         finally:  # also after an error: it may want other messages, and the script renders its own
-            os.write(writing, b"same" if len(texts) == 2 and texts[0] == texts[1] else b"ended")
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                os.write(writing, b"same" if len(texts) == 2 and texts[0] == texts[1] else b"ended")
             os.kill(os.getpid(), signal.SIGKILL)  # without what the script does at its end
     os.close(writing)
-    with open(reading, "rb") as pipe:
-        says = pipe.read()  # nothing, where the timer ended it
-    with contextlib.suppress(ChildProcessError):  # where a parent has told the system not to keep children
+    with open(reading, "rb", 0) as pipe:
+        says = wait([pipe], TEMPLATE_WAIT) and pipe.read(5)  # nothing, where the timer ended it
+    # Where a parent has told the system not to keep children, it may be gone.
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        if not says:
+            os.kill(child, signal.SIGKILL)  # it may hold a lock of a thread that is not there
         os.waitpid(child, 0)
     if not says:
         raise BadInput(f"--chat-template {name}: it took more than {TEMPLATE_SECONDS:g} s for a message of "

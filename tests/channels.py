@@ -352,6 +352,14 @@ class Futex(Children):
         os.write(writer, b"x")
         call(202, 98, page, 0, ctypes.c_uint32.from_address(page.value).value, None)  # FUTEX_WAIT
 
+    def act(self):
+        super().act()
+        with contextlib.suppress(OSError):  # /proc may be that of another namespace
+            for _ in range(1000):
+                if Path(f"/proc/{self.held[0]}/stat").read_text().rpartition(") ")[2].startswith("S"):
+                    break  # it waits
+                time.sleep(0.001)
+
     def after(self):
         for _ in range(20):  # it is about to wait
             if call(202, 98, self.page(), 1, 1):  # FUTEX_WAKE

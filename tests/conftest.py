@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+               "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # a thread, beside which tests fork
 # A job that a shell runs in the background ignores Ctrl-C, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.chdir(Path(__file__).resolve().parent.parent)  # paths in tests begin at the checkout

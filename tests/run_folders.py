@@ -6,17 +6,20 @@ import contextlib
 import copy
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import itertools
 import json
 import multiprocessing.forkserver
 import os
+import random
 import re
 import resource
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -70,10 +73,15 @@ def work():
 @contextlib.contextmanager
 def quick(of, most=1):
     """What takes less of this process's CPU time than `most` times that work, however busy the machine is."""
-    work()
-    start = time.process_time()
-    yield
-    assert time.process_time() - start < most * work(), of
+    before = work()
+    gc.disable()  # or rubbish of other tests could be collected just then
+    try:
+        start = time.process_time()
+        yield
+        spent = time.process_time() - start
+    finally:
+        gc.enable()
+    assert spent < most * max(before, work()), of
 
 
 def until(condition):
@@ -88,9 +96,27 @@ def in_time(check, limits=(0.3, 1.5, 6.0)):
     """The check of a time limit [s] with a longer one where this machine was too busy for the first."""
     *limits, last = limits
     for limit in limits:
-        with contextlib.suppress(AssertionError, pytest.fail.Exception):
+        with contextlib.suppress(Exception, pytest.fail.Exception):
             return check(limit)
     return check(last)
+
+
+def free_port():
+    """One below those that a kernel gives to who asks for any, so that nobody gets it before it is used."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
+
+
+def children_named(name):
+    """The processes below this one of that name; some may end while they are looked at."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child] * (child.name() == name)
+    return found
 
 
 def as_words(flags):
@@ -228,6 +254,25 @@ def ranks_of(run):
     return sorted(found, key=lambda p: int(p.environ()["RANK"])) or [psutil.Process(run.pid)]
 
 
+def sends_itself(number, folder, condition):
+    """-> the environment in which the second process that torchrun starts gets that signal, in its first
+    attempt and at an optimiser step, once the condition holds, in words of Python that know `Path`."""
+    (folder / "sitecustomize.py").write_text(f"""
+import os
+if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    import torch
+    from pathlib import Path
+    sent, step = [], torch.optim.AdamW.step
+
+    def sending(*given, **more):
+        if not sent and ({condition}):
+            sent.append(os.kill(os.getpid(), {int(number)}))
+        return step(*given, **more)
+    torch.optim.AdamW.step = sending
+""")
+    return dict(PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+
+
 def wait_for(condition, run):
     while not condition():
         assert run.poll() is None, run.communicate()[0][-5000:]
@@ -311,6 +356,8 @@ def kill_at(moment, run, folder, rng):
         wait_until(writing)
         time.sleep(rng.uniform(0, 0.3 if moment == "encoding" else 0.01))
         os.kill(run.pid, signal.SIGSTOP)
+        while run.is_alive() and psutil.Process(run.pid).status() != psutil.STATUS_STOPPED:
+            pass  # a rename is ended first
         if writing():
             break
         os.kill(run.pid, signal.SIGCONT)
@@ -506,13 +553,14 @@ def ranks(count, lines, folder, code=0):
     """Command lines, one after the other, in so many processes that this one forks. They meet as torchrun's
     do, on this machine alone.  -> what each rank has said
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("fork")  # which is quicker than a server of forks
     started, outputs = [], [folder / f"rank_{rank}_of_{count}.txt" for rank in range(count)]
     port = context.SimpleQueue()
     for rank, output in enumerate(outputs):
-        environment = dict(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
-                           TORCHELASTIC_RUN_ID="a test's", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
-                           WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
+        environment = dict(
+            MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="a test's",
+            GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", WORLD_SIZE=str(count), RANK=str(rank),
+            LOCAL_RANK=str(rank))
         started.append(context.Process(target=rank_in_turn, args=(output, environment, port, lines),
                                        daemon=True))
         started[-1].start()

@@ -135,10 +135,14 @@ def words(case, folder, *more):
 
 
 NO_THREADS = """
-import pathlib, runpy
+import contextlib, pathlib, runpy
+from run_folders import until
 runpy.run_path("a2c_vecenv.py", run_name="__main__")
-names = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
-assert not any("gloo" in name for name in names), names
+def names():
+    for task in pathlib.Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield task.read_text()
+until(lambda: not any("gloo" in name for name in names()))  # one that was joined is seen a moment longer
 """
 
 
@@ -212,10 +216,11 @@ def test_another_number_of_processes_continues_the_run(before, after, runs):
 @pytest.mark.slow
 def test_sigterm_to_one_process_saves_at_the_next_record(tmp_path):
     folder = tmp_path / "run"
-    run = process(*words("pixel-goal", folder, "--checkpoint-every", 20), torchrun=TWO)
+    endless = "--iterations", 9999, "--checkpoint-every", 9999
+    run = process(*words("pixel-goal", folder, *endless), torchrun=TWO)
     log = folder / "train_log.jsonl"
     wait_for(lambda: log.exists() and '"iteration": ' in log.read_text(), run)
     ranks_of(run)[1].terminate()
     assert finish(run).count("SIGTERM: stopped after iteration") == 1
     (path,) = (folder / "checkpoints").glob("step_*")
-    assert 2 <= int(path.name[5:]) < 20
+    assert 2 <= int(path.name[5:]) < 9999

@@ -22,7 +22,16 @@ import ppo_llm
 from envs.adapters import agent as agent_module
 from envs.adapters import endpoint as endpoint_module
 from tests.agent_client import Client, ServerError, post
-from tests.run_folders import ROOT, full_forward, slow_but, timeless, train, until, write_jsonl
+from tests.run_folders import (
+    ROOT,
+    children_named,
+    full_forward,
+    slow_but,
+    timeless,
+    train,
+    until,
+    write_jsonl,
+)
 from tests.test_rollout import AT_1, CHATML, QWEN3, Speaker, byte_tokenizer, check_tokens
 
 # With functions, as Qwen's templates write them.
@@ -557,7 +566,7 @@ def test_a_command_that_reads_nothing_gets_a_long_task_and_ends_with_its_episode
     rows = [dict(x="x" * 10**6, n=n) for n in range(20)]
     (r,) = play(make(command="sleep 1000", rows=rows, patience=0.2), lambda text: "a")
     assert r.termination == "error"
-    until(lambda: "sleep" not in [child.name() for child in psutil.Process().children(recursive=True)])
+    until(lambda: not children_named("sleep"))
 
 
 @pytest.mark.slow

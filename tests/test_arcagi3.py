@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -661,8 +662,19 @@ def test_an_answer_that_drips_is_given_up_at_the_deadline(parts, strange):
         transport("GET", "/")
     assert 0.25 < time.monotonic() - began and strange.sent < len(parts) / 2
     assert failure.value.unknown and len(strange.seen) == 1
-    strange.parts = [http_answer("{}")]
+    strange.parts, transport.deadline = [http_answer("{}")], 30
     assert transport("GET", "/") == {}  # the next one has time of its own
+
+
+def test_a_deadline_that_is_over_before_an_answer_is_awaited_holds(strange, monkeypatch):
+    def timer(seconds, cut_off):
+        return types.SimpleNamespace(start=cut_off, cancel=lambda: None)
+
+    monkeypatch.setattr(threading, "Timer", timer)
+    strange.parts = [http_answer(missing=1000), *" " * 999]
+    with pytest.raises(TransportError, match="too slow") as failure:
+        connect(strange, retries=0)("GET", "/")
+    assert failure.value.unknown and strange.sent < len(strange.parts) / 2
 
 
 def test_closing_is_best_effort(serve):

@@ -4,8 +4,10 @@ The templates are small texts with the features of the vendors' own, the tokeniz
 """
 
 import json
+import threading
 import types
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -89,6 +91,15 @@ def encoded(row, tokenizer, ends=("<|im_end|>",), **flags):
     args = sft.Args(train_files=("x.jsonl",), **flags)
     ids, mask = sft.encode_row(row, tokenizer, args, tokenizer.convert_tokens_to_ids(list(ends)))
     return tokenizer.decode(ids), tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+def test_a_template_that_waits_for_ever_is_refused_and_its_process_ended(monkeypatch):
+    monkeypatch.setattr(chat, "TEMPLATE_WAIT", 0.2)
+    lock, before = threading.Lock(), {*psutil.Process().children()}
+    waits = types.SimpleNamespace(apply_chat_template=lambda *given, **options: lock.acquire())
+    with lock, pytest.raises(BadInput, match="--chat-template a: it took more than .* a template that ends"):
+        chat.check_template(waits, "a")
+    assert {*psutil.Process().children()} <= before
 
 
 # Rows and demonstrations

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import re
-import socket
+import signal
 import zlib
 
 import numpy as np
@@ -19,17 +19,17 @@ from tests.run_folders import (
     command_line,
     episodes,
     finish,
+    free_port,
     killed_after,
     log_lines,
     process,
     ranks,
-    ranks_of,
     records,
     same_numbers,
+    sends_itself,
     state_of,
     timeless,
     torchrun_in_turn,
-    wait_for,
     weights_of,
 )
 from tools.validate_train_log import validate
@@ -314,18 +314,14 @@ def test_sigterm_to_one_process_saves_and_ends_with_0_and_two_hosts_go_on(alone,
     folder, env = tmp_path / "run", tmp_path / "env.py"
     env.write_text(ENDS_BADLY)
     words = words_of("sft-lora", folder, "--env", f"{env}:Countdown")
-    run, log = process(*words, torchrun=TWO), folder / "train_log.jsonl"
-    wait_for(lambda: log.exists() and '"iteration": 2,' in log.read_text(), run)  # a line may be half written
-    ranks_of(run)[1].terminate()
+    condition = f"""'"iteration": 2,' in Path({str(folder / "train_log.jsonl")!r}).read_text()"""
+    run = process(*words, torchrun=TWO, env=sends_itself(signal.SIGTERM, tmp_path, condition))
     (line,) = re.findall(r"SIGTERM: .*", finish(run))
     last = int(re.search(r"stopped after step (\d+)", line)[1])
     assert f"--run-dir {folder}" in line and 2 <= last < LENGTH["sft-lora"]
     assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{last:06d}"
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}")
+    options = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     for run in [process(*words, torchrun=[*options, f"--node_rank={number}"]) for number in (0, 1)]:
         finish(run)
     assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [last]
@@ -337,10 +333,9 @@ def test_sigterm_to_one_process_saves_and_ends_with_0_and_two_hosts_go_on(alone,
 def test_two_processes_go_on_where_one_was_killed_and_torchrun_starts_them_again(alone, tmp_path):
     whole = alone("ppo-lora")
     folder = killed_after(whole, tmp_path / "run", 2)
-    run = process(*words_of("ppo-lora", folder, "--checkpoint-every", 1), torchrun=[*TWO, "--max-restarts=2"])
-    wait_for((folder / "checkpoints" / "step_000003").is_dir, run)
-    ranks_of(run)[1].kill()
-    finish(run)
+    condition = f"Path({str(folder / 'checkpoints' / 'step_000003')!r}).is_dir()"
+    words, options = words_of("ppo-lora", folder, "--checkpoint-every", 1), [*TWO, "--max-restarts=2"]
+    finish(process(*words, torchrun=options, env=sends_itself(signal.SIGKILL, tmp_path, condition)))
     first, *others = (line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line)
     assert first == 2 and others and min(others) >= 3
     assert_same_run("ppo-lora", whole, folder)
@@ -382,6 +377,8 @@ def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
     ("grpo_llm.py", "--model", "nowhere/at/all", "error: --model nowhere/at/all: it cannot be loaded"),
     ("sft.py", "--train-files", "tests/data/a2c.jsonl", "error: --train-files tests/data/a2c.jsonl, row 1"),
     ("a2c_vecenv.py", "--num-envs", 1, "--num-envs 1, ")])
-def test_bad_input_is_one_line_whatever_the_number_of_processes(script, flag, value, says, tmp_path):
+def test_bad_input_is_one_line_whatever_the_number_of_processes(
+        script, flag, value, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")  # none fails before it has met the other
     said = torchrun_in_turn(2, [(script, "--run-dir", tmp_path / "run", flag, value)], tmp_path, code=1)
     assert says in said and f'{script}", line' not in said, said  # no traceback of the script

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from tests.run_folders import (
     as_words,
     command_line,
     episodes,
+    free_port,
     full_forward,
     killed_after,
     load_script,
@@ -41,6 +41,7 @@ from tests.run_folders import (
     same_end,
     torchrun_in_turn,
     train,
+    until,
     variants,
 )
 from tests.test_checks import APPLIED, saved_adapter
@@ -50,6 +51,10 @@ torch.set_num_threads(1)
 PATIENCE = 20.0  # what hangs for so long will not go on [s]
 FAST = dict(learning_rate=2e-3, warmup_iterations=0)  # so that a sampler that missed an update would show
 TURNS = dict(env="tests/two_turn.py:TwoTurn", env_kwargs=("test_tasks=32",))
+
+
+class StandInServer(ThreadingHTTPServer):
+    request_queue_size = 128  # many may ask at once
 
 
 class StandIn:
@@ -69,7 +74,7 @@ class StandIn:
         self.model, self.adapters, self.handed = AutoModelForCausalLM.from_pretrained(TINY), {}, {}
         self.version = self.next_version = "default"
         self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.clone())  # not tied
-        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler())
+        self.http = StandInServer(("127.0.0.1", self.port), self.handler())
         self.http.daemon_threads = self.up = True
         self.port = self.http.server_port
         self.url = f"http://127.0.0.1:{self.port}"
@@ -510,7 +515,7 @@ def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path, monke
               iterations=61, group_size=2, prompts_per_iteration=2)
     assert (folder / "checkpoints" / "step_000060").is_dir()
     memory = [record["system/memory_usage"] for record in records(folder)]
-    assert memory[59] - memory[20] < 0.03  # GiB
+    assert min(memory[50:60]) - min(memory[20:30]) < 0.03 * 30 / 39  # GiB; between collections it grows
     assert not list(folder.glob("sync/*"))
 
 
@@ -518,9 +523,7 @@ class Server:
     """A vLLM server on a free port of this machine."""
 
     def __init__(self, output, *flags):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url, self.output = f"http://127.0.0.1:{self.port}", output
         log = output.open("ab")
         self.process = subprocess.Popen(
@@ -617,23 +620,23 @@ def test_a_server_takes_weights_between_two_tokens_of_a_reply(servers, tmp_path)
     """docs/variants/inflight.diff: each token has the log-probability of the weights that it names."""
     from tests.test_overlap import KEEP, check_versions, long_replies, overlap, staleness
     script, server = load_script(variants()["grpo_inflight.py"]), servers[0].ready()
-    trainable_groups, held = script.trainable_groups, []
+    trainable_groups, post, asked, held = script.trainable_groups, script.VllmServers.post, [], []
 
-    def sampled():
-        return sum(map(float, re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", requests.get(
-            server.url + "/metrics", timeout=PATIENCE).text, re.MULTILINE)))
+    def posted(engine, url, path, body):
+        if body.get("sampling_params", {}).get("n") == 4:  # not an evaluation's
+            asked.append(path)
+        return post(engine, url, path, body)
 
-    def before_an_update(*given):  # which begins when replies of the next rollout have some of their tokens
-        begun, deadline = sampled(), time.monotonic() + 2
-        while 1 <= len(held) < 6 and sampled() < begun + 320 and time.monotonic() < deadline:
-            time.sleep(0.01)
+    def before_an_update(*given):  # which begins when replies of the newest rollout have some of their tokens
+        until(lambda: len(asked) == 8 * min(len(held) + 3, 8))
+        time.sleep(0.1)
         held.append(requests.post(server.url + "/pause?mode=keep", timeout=PATIENCE).status_code)
         return trainable_groups(*given)
 
-    script.trainable_groups = before_an_update
+    script.trainable_groups, script.VllmServers.post = before_an_update, posted
     flags = asking(server, **KEEP | dict(iterations=8, max_context_tokens=256, max_staleness=2,
                                          temperature=1.5))
-    folder = overlap(tmp_path / "run", script, **flags, **long_replies(tmp_path / "long"))
+    folder = overlap(tmp_path / "run", script, **flags, **long_replies(tmp_path / "long", 200))
     check_versions(folder, 1.5, 3e-4, first=tmp_path / "long")  # vLLM rounds otherwise
     assert max(most for _, most in staleness(folder)) <= 2 and validate(folder, strict=True)["ok"]
     played = [episode for n in range(1, 9) for episode in episodes(folder, f"train_step_{n:06d}")[0]]

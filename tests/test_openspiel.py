@@ -409,8 +409,8 @@ def test_workers_end_with_their_parent(how):
         parent.send_signal(how)
     parent.wait(30)  # though a minute of games is asked for
     parent.stdout.close()
-    until(lambda: all(process.status() == psutil.STATUS_ZOMBIE
-                      for process in psutil.process_iter() if process.pid in pids))
+    until(lambda: all(process.info["status"] == psutil.STATUS_ZOMBIE
+                      for process in psutil.process_iter(["status"]) if process.pid in pids))
 
 
 def test_an_illegal_move_loses_the_game():

@@ -23,6 +23,7 @@ from tests.run_folders import (
     same_checkpoint,
     timeless,
     train,
+    until,
     variants,
 )
 from tests.test_engines import PATIENCE, TURNS, asking, largest_difference, stand_in, words_of  # noqa: F401
@@ -39,13 +40,32 @@ def overlap(folder, script="grpo_overlap.py", **flags):
     return folder
 
 
-def long_replies(folder):
-    """Of random weights in the shipped model's shape, and what may fall on any of them.  -> flags"""
+def long_replies(folder, length=100):
+    """By random weights of the shipped model's shape, which end none, and a reward for any.  -> flags"""
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
-    return dict(model=str(folder), reward_fn=updates.CHECKSUM, max_response_tokens=100,
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    with torch.no_grad():  # states have the sign of what was read, and so has the head, which is tied
+        model.get_input_embeddings().weight[:, 0] = 1.0
+        model.get_input_embeddings().weight[tokenizer.eos_token_id, 0] = -1.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return dict(model=str(folder), reward_fn=updates.CHECKSUM, max_response_tokens=length,
                 prompts_per_iteration=8)
+
+
+def once_asked(script, server, path):
+    """An update begins only when the server has the four requests of the next rollout of three."""
+    trainable_groups, updates_begun = script.trainable_groups, []
+
+    def before_an_update(*given):
+        updates_begun.append(given)
+        until(lambda: sum(where == path and 4 in (body.get("n"), body.get("sampling_params", {}).get("n"))
+                          for where, body in server.log) >= 4 * min(len(updates_begun) + 1, 3))
+        return trainable_groups(*given)
+
+    script.trainable_groups = before_an_update
+    return script
 
 
 def without_staleness(folder):
@@ -99,7 +119,9 @@ def test_a_stale_token_counts_by_the_trainers_probability_over_the_samplers_up_t
         stand_in, tmp_path):  # noqa: F811
     """The third iteration, replayed from the checkpoints before and after it; small passes take long."""
     flags = dict(iterations=3, max_staleness=1, correction_bounds=(0.0, 1.001), microbatch_tokens=20)
-    folder = overlap(tmp_path / "run", **asking(stand_in(), **KEEP) | flags)
+    server = stand_in()
+    script = once_asked(load_script(variants()["grpo_overlap.py"]), server, "/v1/completions")
+    folder = overlap(tmp_path / "run", script, **asking(server, **KEEP) | flags)
     assert staleness(folder) == [(0, 0), (1, 1), (1, 1)] and validate(folder, strict=True)["ok"]
     check_versions(folder)
     tasks = {episode["task_id"] for n in (1, 2, 3) for episode in episodes(folder, f"train_step_{n:06d}")[0]}
@@ -177,7 +199,8 @@ def test_a_rollout_begins_before_the_last_replies_of_the_one_before_it(stand_in,
 
     server.trouble = wait
     flags = asking(server, max_staleness=1, iterations=3, **KEEP)
-    folder = overlap(tmp_path / "run", "grpo_inflight.py", **flags)
+    script = once_asked(load_script(variants()["grpo_inflight.py"]), server, "/inference/v1/generate")
+    folder = overlap(tmp_path / "run", script, **flags)
     assert not late, "the second rollout waited for the end of the first"
     assert [most for _, most in staleness(folder)] == [0, 1, 1]
     check_versions(folder)

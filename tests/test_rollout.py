@@ -731,9 +731,18 @@ class Hostile(World):
 
 @pytest.mark.parametrize("blocking", slow_but((False,), (False, True)))
 def test_whatever_environments_do_nothing_is_left_behind(capsys, blocking):
+    def check(limit):
+        whatever_environments_do(capsys, blocking, limit)
+
+    if blocking:
+        in_time(check, (1.0, 4.0, 16.0))
+    else:
+        check(0)
+
+
+def whatever_environments_do(capsys, blocking, limit):
     world, tokenizer, threads = Hostile(blocking), byte_tokenizer(CHATML), threading.active_count()
-    args = Args(max_response_tokens=8, max_context_tokens=400, max_concurrent=50,
-                episode_timeout=1.0 if blocking else 0)
+    args = Args(max_response_tokens=8, max_context_tokens=400, max_concurrent=50, episode_timeout=limit)
     rng = random.Random(1)
     engine = Speaker(tokenizer, lambda text: rng.choice(["r", "<think>a</think>\n\nb", "\n", [65] * 8]))
     tasks = [world.task("train", n) for n in range(25 if blocking else 10)]

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import gc
 import io
 import json
 import os
@@ -32,7 +33,7 @@ from envs.code import executor, sandbox, syscalls, trees
 from envs.code.sandbox import Sandbox, SandboxError
 from tests import channels, test_repl
 from tests.forgeries import PIPES, gone, processes
-from tests.run_folders import in_time
+from tests.run_folders import children_named, in_time
 from tools import executor_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,11 +50,14 @@ def shell(script, **options):
 
 def groups_of(pid):
     """The control groups that a process has made for sandboxes."""
-    return list(Path("/sys/fs/cgroup").rglob(f"sandbox-{pid}-*"))
+    # Not rglob, which fails where a folder vanishes meanwhile.
+    return [Path(folder, name) for folder, names, _ in os.walk("/sys/fs/cgroup") for name in names
+            if name.startswith(f"sandbox-{pid}-")]
 
 
 def left_behind():
     """What a sandbox could leave on this machine but for processes."""
+    gc.collect()  # files that nobody holds are closed
     texts = [Path(path).read_text() for path in (
         "/proc/self/mountinfo", "/proc/sysvipc/sem", "/proc/sysvipc/shm", "/proc/sysvipc/msg")]
     groups = groups_of(os.getpid())  # others make some, too
@@ -281,15 +285,19 @@ def test_processor_time_is_bounded():
 def test_a_fork_bomb_is_stopped():
     code = ("import os, time\nwhile True:\n    try: os.fork()\n"
             "    except OSError as error: print(error, flush=True); time.sleep(0.1)")
-    marker = uuid.uuid4().hex
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        bomb = pool.submit(run, sys.executable, "-I", "-S", "-c", code, marker, timeout=3, processes=40)
-        most, calm = 0, 0
-        while not bomb.done():
-            most = max(most, len(processes(marker)))
-            # Meanwhile, here and in other sandboxes, processes start as ever.
-            calm += subprocess.run(["true"]).returncode == 0
-    assert "Resource temporarily unavailable" in bomb.result().output
+    marker, most, calm, said = uuid.uuid4().hex, 0, 0, ""
+    for limit in (3.0, 12.0):  # the second where this machine was too busy for the first
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            bomb = pool.submit(run, sys.executable, "-I", "-S", "-c", code, marker, timeout=limit,
+                               processes=40)
+            while not bomb.done():
+                most = max(most, len(processes(marker)))
+                # Meanwhile, here and in other sandboxes, processes start as ever.
+                calm += subprocess.run(["true"]).returncode == 0
+        said = bomb.result().output
+        if "Resource temporarily unavailable" in said:
+            break
+    assert "Resource temporarily unavailable" in said
     assert most <= 50 and calm and gone(marker)
     assert shell("echo fine").output == "fine\n"
 
@@ -419,7 +427,7 @@ HOSTILE = [
 @pytest.mark.slow
 def test_hundreds_of_episodes_leave_nothing():
     """Sixteen at a time, half of them hostile; some are closed while they run, as by a time limit."""
-    env = envs.make("repl", scenarios="tiny", prompt="short", turn_timeout=1.0, memory=256, processes=32)
+    env = envs.make("repl", scenarios="tiny", prompt="short", turn_timeout=10.0, memory=256, processes=32)
 
     def one(number):
         task, fair, cut = env.task("train", number), number % 2, number % 20 == 0
@@ -447,7 +455,7 @@ def test_hundreds_of_episodes_leave_nothing():
         assert all(pool.map(one, range(60, 300)))
         assert left_behind() == before
         # bubblewrap's own processes, of which each has the sandbox's below it
-        assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"]
+        assert not children_named("bwrap")
         assert psutil.Process().memory_info().rss - memory < 30 * 2**20
 
 
@@ -468,16 +476,17 @@ def kill_a_trainer(start, number, root=ROOT):
                                stdout=subprocess.PIPE)
     assert trainer.stdout.readline() == b"{b'up\\n'}\n"
     assert len(processes(marker)) > number
+    groups = groups_of(trainer.pid)  # once it is killed, any other trainer may remove them
     trainer.kill()
     trainer.wait()
     assert gone(marker)
-    return trainer.pid
+    return trainer.pid, groups
 
 
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_leaves_nothing():
-    killed = kill_a_trainer([sys.executable], 16)
-    assert bool(groups_of(killed)) == bool(controllers())
+    killed, groups = kill_a_trainer([sys.executable], 16)
+    assert bool(groups) == bool(controllers())
     check = "from envs.code import sandbox; sandbox.check()"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
     assert not groups_of(killed)  # control groups go with the next trainer
@@ -774,8 +783,12 @@ def test_an_executor_runs_commands_over_a_snapshot(url):
     client.check()
     done = client.test("registry.example/x/shop:1", {"b/c": b"new\n"}, "cat a.txt b/c; exit 3", 20)
     assert (done.output, done.exit_code, done.timed_out) == ("old\nnew\n", 3, False)
-    done = client.test("shop_1", {"a.txt": "newer"}, "cat a.txt; echo x > a.txt; sleep 100", 0.5)
-    assert (done.output, done.exit_code, done.timed_out) == ("newer", 124, True)
+
+    def check(limit):
+        done = client.test("shop_1", {"a.txt": "newer"}, "cat a.txt; echo x > a.txt; sleep 100", limit)
+        assert (done.output, done.exit_code, done.timed_out) == ("newer", 124, True)
+
+    in_time(check, (0.5, 2.0, 8.0))
     assert client.test("shop_1", {}, "cat a.txt", 20).output == "old\n"
 
     with concurrent.futures.ThreadPoolExecutor() as pool:  # no more at once than it was told
@@ -803,19 +816,24 @@ def archive(**fields):
 def test_archives_are_unpacked_in_the_sandbox_alone(url, images):
     """Links lead to what the sandbox shows, and headers however long are not this process's to read."""
     def answer(packed, command="ls"):
-        return requests.post(f"{url}/test", json=GOOD | dict(patch_tar_b64=packed, test_cmd=command))
+        return requests.post(f"{url}/test", json=GOOD | dict(
+            patch_tar_b64=packed, test_cmd=command, timeout=60))
 
     secret = images.parent / "secret"
     link = archive(type=tarfile.SYMTYPE, linkname=str(secret))
     assert "a.txt" in answer(link, "echo 1 > x/y || ls").json()["test_output"] and not list(secret.iterdir())
 
     headers = archive(pax_headers={"comment": "0" * 200_000 + "="}, name="b.txt")
-    seconds = []
-    for packed in (archive(name="b.txt"), headers):
-        start = time.monotonic()
-        assert answer(packed).json()["test_output"] == "a.txt\nb.txt\n"
-        seconds.append(time.monotonic() - start)
-    assert seconds[1] < 50 * seconds[0]
+
+    def quickest(packed):
+        seconds = []
+        for _ in range(2):
+            start = time.monotonic()
+            assert answer(packed).json()["test_output"] == "a.txt\nb.txt\n"
+            seconds.append(time.monotonic() - start)
+        return min(seconds)
+
+    assert quickest(headers) < 50 * quickest(archive(name="b.txt"))
 
 
 JSON = {"Content-Type": "application/json"}

@@ -366,10 +366,14 @@ def test_plain_outcomes():
                           "def test_e(missing): pass\nclass test_f: pass\n",
              "test_b.py": "import nowhere\n", "test_c.py": "def test_last(): pass\n"}
     code = "x = 1\ndef loop():\n    while True: pass\n"
-    assert run_tests(code, tests, plain=True, timeout=1.0) == {
-        "test_a.py::test_a": "PASSED", "test_a.py::test_b": "FAILED", "test_a.py::test_c": "FAILED",
-        "test_a.py::test_d": "FAILED", "test_a.py::test_e": "FAILED", "test_b.py": "ERROR",
-        "test_c.py::test_last": "PASSED"}
+
+    def check(limit):
+        assert run_tests(code, tests, plain=True, timeout=limit) == {
+            "test_a.py::test_a": "PASSED", "test_a.py::test_b": "FAILED", "test_a.py::test_c": "FAILED",
+            "test_a.py::test_d": "FAILED", "test_a.py::test_e": "FAILED", "test_b.py": "ERROR",
+            "test_c.py::test_last": "PASSED"}
+
+    in_time(check, (1.0, 4.0, 16.0))
     names = ["test_c.py::test_last", "test_b.py::test_x", "test_a.py::test_none", "other.py::test_a"]
     assert run_tests(code, tests, names=names, plain=True) == {
         "test_c.py::test_last": "PASSED", "test_b.py::test_x": "ERROR"}

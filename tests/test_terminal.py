@@ -1,5 +1,6 @@
 """What a person sees of a run: at a terminal a bar and a table, elsewhere the table alone; its last lines."""
 
+import codecs
 import contextlib
 import fcntl
 import json
@@ -122,12 +123,12 @@ def terminal(width=100):
     """This process writes to a pseudo terminal, as do those that it starts.  -> pieces of what it wrote"""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 40, width, 0, 0))
-    wrote = []
+    wrote, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
 
     def read():
         with contextlib.suppress(OSError):  # the other side is closed
             while piece := os.read(master, 1 << 16):
-                wrote.append(piece.decode("utf-8", "replace"))
+                wrote.append(decoder.decode(piece))  # a read may cut a character in two
 
     reader = threading.Thread(target=read)
     reader.start()

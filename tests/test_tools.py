@@ -486,10 +486,13 @@ def test_wandb_mirrors_a_log_while_it_is_written_and_resumed(tmp_path):
     while not list(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         assert tool.poll() is None
         time.sleep(0.1)
-    for written in (lines[:8], lines[:5], lines):  # a resume cuts the log at its checkpoint
+    # A resume cuts the log at its checkpoint; without one it begins anew.
+    for written in (lines[:8], lines[:5], "", lines[0][:40]):
         log.write_text("".join(written))
         time.sleep(1)
-    tool.send_signal(signal.SIGINT)
+        assert tool.poll() is None
+    log.write_text("".join(lines))
+    tool.send_signal(signal.SIGINT)  # what was written before it is sent
     assert tool.wait(60) == 0
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")  # its records are protocol buffers
     found = [int(number) for number in re.findall(rb"\x12\titeration\x82\x01.(\d+)", path.read_bytes())]

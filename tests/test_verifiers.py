@@ -1,6 +1,7 @@
 """Tasksets of verifiers: its own verdicts, any text, what is refused."""
 
 import asyncio
+import copy
 import dataclasses
 import json
 import sys
@@ -24,7 +25,7 @@ def vf():
 
 @pytest.fixture(scope="module")
 def env(vf):
-    return envs.make("verifiers", taskset=LETTERS, tasks="1000", correct="exact", timeout="1")
+    return envs.make("verifiers", taskset=LETTERS, tasks="1000", correct="exact")
 
 
 @pytest.mark.parametrize("options, said", [
@@ -121,9 +122,10 @@ def test_any_text_gets_a_verdict_in_bounded_time_and_always_the_same(env):
 @pytest.mark.slow
 def test_rewards_that_take_too_long_are_no_verdict(env):
     def check(limit):
-        env.config = dataclasses.replace(env.config, timeout=limit)
+        hasty = copy.copy(env)  # others go on with the limit that they have
+        hasty.config = dataclasses.replace(env.config, timeout=limit)
         began, steps, task = time.monotonic(), [], env.task("train", 0)
-        waiting = [threading.Thread(target=lambda: steps.append(env.start(task, 0).step("wait")))
+        waiting = [threading.Thread(target=lambda: steps.append(hasty.start(task, 0).step("wait")))
                    for _ in range(5)]
         [thread.start() for thread in waiting]
         [thread.join() for thread in waiting]

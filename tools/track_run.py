@@ -20,6 +20,7 @@ import re
 import sys
 import time
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
 from dotenv import load_dotenv
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
 from tools import runs
 from tools.command_line import Parser, at_least, ends_in_one_line
+from tools.validate_train_log import is_number
 
 COLUMNS = ["prompt", "response", "reward", "is_correct", "data_source", "metrics_json"]  # of a table
 MOST_TEXT = 20_000  # characters of a cell
@@ -184,14 +186,14 @@ def tables(args, iteration: int) -> dict:
     return found
 
 
-def send(run, records: list[dict], after: int, args) -> int:
-    """Send the records of iterations after that one.  -> the last one's iteration"""
+def send(run, records: list[dict], after: int, args) -> Iterator[int]:
+    """Send the records of iterations after that one. Yields the iteration of each once it is sent."""
     for record in records:
         if record["iteration"] > after and "wall_time_s" in record:
             after = record["iteration"]
             numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
             run.log(safe(numbers, args.redact) | tables(args, after), after)
-    return after
+            yield after
 
 
 def send_checkpoint(run, meta: dict, sent: str, args) -> str:
@@ -235,7 +237,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="what must not leave the machine; may be given several times")
     parser.add_argument("--artifacts", choices=("last", "best"), help="send this checkpoint, too")
     args = parser.parse_args(argv)
-    while not runs.objects(args.run / "train_log.jsonl") and not args.once:
+    log, last = args.run / "train_log.jsonl", args.once
+    while not runs.objects(log) and not args.once:
         time.sleep(args.every)  # the run is still loading
     meta = runs.read(args.run).meta
     meta["experiment_hash"] = runs.experiment_hash(meta)
@@ -244,13 +247,20 @@ def main(argv: list[str] | None = None) -> int:
     run, after, sent = begin(args.run, meta, args), -1, ""
     try:
         while True:
-            records = runs.read(args.run).records
-            after = send(run, records, max(after, run.starting_step - 1), args)
-            if args.artifacts:
-                sent = send_checkpoint(run, meta, sent, args)
-            if args.once:
-                return 0
-            time.sleep(args.every)
+            try:
+                # None are left for a moment where a run that starts again has cut the log.
+                records = [line for line in runs.objects(log) if is_number(line.get("iteration"))]
+                for iteration in send(run, records, max(after, run.starting_step - 1), args):
+                    after = iteration
+                if args.artifacts:
+                    sent = send_checkpoint(run, meta, sent, args)
+                if last:
+                    return 0
+                time.sleep(args.every)
+            except KeyboardInterrupt:  # the first is followed by a last look
+                if last:
+                    raise
+                last = True
     finally:
         run.finish()
 

@@ -31,6 +31,7 @@ STALE = 3600.0  # age of temporary files that nobody will rename any more [s]
 def run_processes(run: Path) -> list[psutil.Process]:
     """Those of the run itself, torchrun and its workers among them, as far as this user may see them."""
     found = []
+    psutil.process_iter.cache_clear()  # it would take a number that is used again for the process before
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and (names_run(process, run) or writes_log(process, run)):
@@ -68,9 +69,12 @@ def memory(processes) -> float:
 
 def temporary(run: Path) -> tuple[float, list[Path]]:
     """Space of what is not renamed yet or was handed to a sampler [GiB]; and what of it is old."""
-    found, size, stale = [*run.glob("sync/*"), *run.glob(".*.writing"), *run.glob("*/.*.writing")], 0, []
-    for path in found:
+    found, size, stale = [], 0, []
+    for pattern in ("sync/*", ".*.writing", "*/.*.writing"):
         with contextlib.suppress(OSError):  # what was listed may be gone
+            found += run.glob(pattern)
+    for path in found:
+        with contextlib.suppress(OSError):
             size += sum(place.lstat().st_blocks * 512 for place in (path, *path.rglob("*")))
             if time.time() - path.stat().st_mtime > STALE:
                 stale.append(path)

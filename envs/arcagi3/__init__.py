@@ -858,7 +858,8 @@ class HttpTransport:
             unsent = self.socket is None and (
                 isinstance(error, (errors.ConnectTimeout, errors.SSLError, errors.ProxyError))
                 or "NewConnectionError" in repr(error) or "NameResolutionError" in repr(error))
-            what = "the answer is too slow" if self.late and not unsent else type(error).__name__
+            late = self.late or time.monotonic() >= end
+            what = "the answer is too slow" if late and not unsent else type(error).__name__
             raise TransportError(f"{where}: {what}", unknown=not unsent) from error
         finally:
             watchdog.cancel()
@@ -904,6 +905,8 @@ def watched(transport: HttpTransport):
                 class Connection(pool.ConnectionCls):
                     def getresponse(self):
                         transport.socket = self.sock
+                        if transport.late:  # there was no socket yet to be cut off
+                            raise TimeoutError
                         return super().getresponse()
 
                 pool.ConnectionCls = Connection

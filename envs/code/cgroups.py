@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+PATIENCE = 10.0  # with processes that are ending [s]
 
 
 def make(memory: int, processes: int) -> list[Path]:
@@ -31,10 +32,11 @@ def make(memory: int, processes: int) -> list[Path]:
 def remove(groups: list[Path]) -> None:
     """Remove groups, of which the last processes may still be ending."""
     for group in groups:
-        for _ in range(1000):
+        deadline = time.monotonic() + PATIENCE
+        while True:
             with contextlib.suppress(OSError):
                 group.rmdir()
-            if not group.exists():
+            if not group.exists() or time.monotonic() > deadline:
                 break
             time.sleep(0.001)
 
