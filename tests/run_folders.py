@@ -73,7 +73,7 @@ def work():
 @contextlib.contextmanager
 def quick(of, most=1):
     """What takes less of this process's CPU time than `most` times that work, however busy the machine is."""
-    before = work()
+    work()
     gc.disable()  # or rubbish of other tests could be collected just then
     try:
         start = time.process_time()
@@ -81,7 +81,7 @@ def quick(of, most=1):
         spent = time.process_time() - start
     finally:
         gc.enable()
-    assert spent < most * max(before, work()), of
+    assert spent < most * work(), of
 
 
 def until(condition):
